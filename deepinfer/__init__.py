@@ -1,0 +1,1 @@
+"""DeepInfer: an asynchronous streaming runtime for large language models."""

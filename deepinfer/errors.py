@@ -1,0 +1,145 @@
+"""Every error that a user can meet, with a stable `code`. Knows nothing of where they are raised.
+
+    DeepInferError
+    ├── InvalidRequest                refused before the core sees it; names the field and the limit
+    │   ├── ContextLengthExceeded
+    │   └── DuplicateRequestId
+    ├── Overloaded                    refused for now; says when to come back
+    ├── SlowConsumer                  the stream was held but not read for too long
+    ├── ModelError                    the model cannot be served
+    │   ├── UnknownModel
+    │   ├── ModelFileError            names the file
+    │   └── UnsupportedModel
+    ├── ConfigError                   a setting of the engine
+    └── EngineError
+        ├── WorkerLost                a worker died, hung or drifted
+        ├── WorkerStartError          a worker could not start
+        ├── EngineClosed
+        ├── WrongLoop
+        └── ForkedEngine
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class DeepInferError(Exception):
+    """Base of all errors of DeepInfer."""
+
+    code: ClassVar[str] = "internal"
+    retryable: ClassVar[bool] = False
+
+
+class InvalidRequest(DeepInferError, ValueError):
+    """The request cannot be served as it is. `field` is the parameter at fault."""
+
+    code = "invalid_param"
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt, or the prompt and `max_tokens`, do not fit the model's context or the KV cache."""
+
+    code = "context_length"
+
+
+class DuplicateRequestId(InvalidRequest):
+    """A request with this id is open."""
+
+    code = "duplicate"
+
+
+class Overloaded(DeepInferError):
+    """More waits than the engine admits. Try again in about `retry_after_s` seconds."""
+
+    code = "overloaded"
+    retryable = True
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(f"{message}; retry in {retry_after_s:.1f} s")
+        self.retry_after_s = retry_after_s
+
+
+class SlowConsumer(DeepInferError):
+    """The stream stood at its cap of unread tokens for longer than the engine waits."""
+
+    code = "slow_consumer"
+
+
+class ModelError(DeepInferError):
+    """The model cannot be served."""
+
+    code = "model"
+
+
+class UnknownModel(ModelError):
+    """Neither a known name nor a path."""
+
+    code = "unknown_model"
+
+
+class ModelFileError(ModelError):
+    """A file of the model is missing, truncated or wrong. `file` names it."""
+
+    code = "model_file"
+
+    def __init__(self, file: str, message: str) -> None:
+        super().__init__(f"{file}: {message}")
+        self.file = file
+
+
+class UnsupportedModel(ModelError):
+    """The files are whole, but this runtime does not serve such a model."""
+
+    code = "unsupported_model"
+
+
+class ConfigError(DeepInferError, ValueError):
+    """A setting of the engine is out of its bounds. `field` names the argument or the environment variable."""
+
+    code = "config"
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class EngineError(DeepInferError):
+    """The engine, not the request, is at fault."""
+
+    code = "engine"
+
+
+class WorkerLost(EngineError):
+    """A worker died, stopped answering, or its state no longer matches the engine's."""
+
+    code = "worker_lost"
+    retryable = True
+
+
+class WorkerStartError(EngineError):
+    """A worker could not start."""
+
+    code = "worker_start"
+
+
+class EngineClosed(EngineError):
+    """The engine is closed, or was never started."""
+
+    code = "shutdown"
+
+
+class WrongLoop(EngineError):
+    """A stream belongs to the loop that started its engine; see `Engine(own_thread=True)`."""
+
+    code = "wrong_loop"
+
+
+class ForkedEngine(EngineError):
+    """The engine was started before a fork; the child cannot use it."""
+
+    code = "forked"
