@@ -1,0 +1,266 @@
+"""The messages between an engine and its own workers.
+
+Everything of a step is columnar: int32 little-endian columns as msgpack `bin` fields, so that 256 rows cost a copy
+and not 256 objects. Knows nothing of sockets, of tensors, or of what a request is.
+
+A message travels to a *group* of 1 to N workers. Each rank gets its own `StepPlan` (its own slots, blocks and rows);
+`step_id` and `padded_positions` are the same on all ranks, and a plan without rows is legal: a rank with nothing to
+do still takes part in the step.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from enum import IntFlag
+from typing import Annotated, Final
+
+from msgspec import Meta, Struct
+
+from deepinfer_protocol.limits import (
+    INT32_MAX,
+    INT64_MAX,
+    MAX_BLOCKS,
+    MAX_LENGTH,
+    MAX_LOGPROBS,
+    MAX_RANKS,
+    MAX_ROWS,
+    MAX_SLOTS,
+    MAX_STOP_IDS,
+    MAX_TEXT_BYTES,
+)
+
+WIRE_REVISION: Final = 1
+"""Raised by every change of a message. Both ends come from one installation: any difference is refused."""
+
+Count = Annotated[int, Meta(ge=0, le=INT32_MAX)]
+Int64 = Annotated[int, Meta(ge=0, le=INT64_MAX)]
+Rank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+NumRanks = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+Slot = Annotated[int, Meta(ge=0, lt=MAX_SLOTS)]
+Length = Annotated[int, Meta(ge=0, le=MAX_LENGTH)]
+NumRows = Annotated[int, Meta(ge=0, le=MAX_ROWS)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT_BYTES)]
+ShortText = Annotated[str, Meta(max_length=256)]
+
+
+class RowFlag(IntFlag):
+    """Fourth column of a plan's rows."""
+
+    SAMPLE = 1
+    """The row's last position yields a token."""
+    WAITS_FOR_MASK = 2
+    """Its sampling is a second launch, after the step's `MaskBatch` has arrived."""
+
+
+class Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """Base of every message: a msgpack array, its kind first, then the fields by position."""
+
+
+class SlotSampling(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """How the device samples one slot. The counter-based noise of position `p` is f(seed, p)."""
+
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
+    """0 is greedy."""
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    top_k: Count = 0
+    """0 keeps all."""
+    seed: Int64 = 0
+    """63 bits."""
+    min_length: Length = 0
+    """While the length after sampling would be at most this, the tokens of `stop_ids` are not sampled."""
+    stop_ids: Annotated[bytes, Meta(max_length=4 * MAX_STOP_IDS)] = b""
+    """int32 LE."""
+    num_logprobs: Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)] = -1
+    """-1: none; k: the sampled token's log probability and those of the k best."""
+
+
+class SlotAdmit(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """A sequence takes a slot. Its state there starts from nothing but this."""
+
+    slot: Slot
+    generation: Count
+    """Rises with every admission to the slot; results of an older one are ignored."""
+    length: Length
+    """Tokens whose KV rows are already in `block_ids` (a prefix hit): the first row starts here."""
+    tokens: bytes
+    """int32 LE: every token known so far (the prompt, and what was generated before a preemption)."""
+    block_ids: bytes
+    """int32 LE: the blocks that hold the first `length` tokens."""
+    sampling: SlotSampling
+
+
+class Hello(Message, tag=1):
+    """First word of a worker: who it is and what it speaks."""
+
+    version: ShortText
+    epoch: Int64
+    rank: Rank
+    pid: Count
+
+
+class Ready(Message, tag=2):
+    """The model is loaded; what it can hold. The engine's only source for these figures."""
+
+    epoch: Int64
+    rank: Rank
+    vocab_size: Annotated[int, Meta(ge=1, le=INT32_MAX)]
+    max_model_len: Annotated[int, Meta(ge=1, le=MAX_LENGTH)]
+    num_slots: Annotated[int, Meta(ge=1, lt=MAX_SLOTS)]
+    num_blocks: Annotated[int, Meta(ge=1, lt=MAX_BLOCKS)]
+    block_size: Annotated[int, Meta(ge=1, le=4096)]
+    """Tokens a block."""
+    block_bytes: Int64
+    slot_bytes: Int64
+    replay_tokens: Length
+    """Rows before a prefix hit that must be computed again to rebuild the slot state; 0 for uniform paged caches."""
+    weights_version: ShortText
+    device: ShortText
+    """For people: what the model runs on."""
+
+
+class Progress(Message, tag=8):
+    """Loading goes on: `done` of `total` bytes of weights."""
+
+    epoch: Int64
+    rank: Rank
+    done: Int64
+    total: Int64
+
+
+class Fault(Message, tag=6):
+    """The worker cannot go on. It exits after this message."""
+
+    epoch: Int64
+    rank: Rank
+    code: ShortText
+    """`model_file`, `unsupported_model`, `out_of_memory`, `protocol` or `internal`."""
+    text: Text
+
+
+class Shutdown(Message, tag=7):
+    """Finish the steps at hand, answer them, exit with 0."""
+
+    epoch: Int64
+
+
+class StepPlan(Message, tag=3):
+    """What one rank does in one step: a delta against everything sent before.
+
+    Applied in this order: retire, admit, append blocks, run the rows.
+    """
+
+    epoch: Int64
+    step_id: Int64
+    rank: Rank
+    padded_positions: Count
+    """Positions that every rank of the group pads to (the largest of the group)."""
+    retired: bytes
+    """int32 LE: slots whose state is no longer needed."""
+    admits: list[SlotAdmit]
+    appends: bytes
+    """int32 LE, two columns of equal length: slots, then block ids. Block lists grow in this order."""
+    rows: bytes
+    """int32 LE, four columns of equal length: slots, generations, positions of the row, flags (`RowFlag`)."""
+
+
+class MaskBatch(Message, tag=4):
+    """Masks for the rows of a step that wait for one."""
+
+    epoch: Int64
+    step_id: Int64
+    rank: Rank
+    slots: bytes
+    """int32 LE: which rows, by slot."""
+    bits: bytes
+    """One bit a token, least significant first, ceil(vocab / 32) little-endian words a slot; 1 is allowed."""
+
+
+class StepResult(Message, tag=5):
+    """What one rank did in one step: for every row of the plan, in its order."""
+
+    epoch: Int64
+    step_id: Int64
+    rank: Rank
+    host_us: Count
+    """Decoding the plan and building its tensors."""
+    device_us: Count
+    """Forward and sampling."""
+    idle_us: Count
+    """How long the device's queue was empty before this step."""
+    rows: bytes
+    """int32 LE, four columns of equal length: slots, generations, lengths after the step, tokens of the row."""
+    tokens: bytes
+    """int32 LE: the rows' tokens, one after another."""
+    logprob_ids: bytes = b""
+    """int32 LE: for each token of a row with logprobs k: its id, then the k best ids."""
+    logprobs: bytes = b""
+    """float32 LE: their log probabilities."""
+
+
+AnyMessage = Hello | Ready | Progress | Fault | Shutdown | StepPlan | MaskBatch | StepResult
+
+
+def pack_int32(values: list[int] | array[int]) -> bytes:
+    """Little-endian int32 bytes of `values`. Raises `OverflowError` beyond 32 bits."""
+    column = array("i", values)
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column.tobytes()
+
+
+def unpack_int32(data: bytes | memoryview) -> array[int]:
+    """The inverse of `pack_int32`. Raises `ValueError` when the length is no multiple of four."""
+    column = array("i")
+    column.frombytes(data)
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column
+
+
+def unpack_float32(data: bytes | memoryview) -> array[float]:
+    """Little-endian float32 bytes as an array. Raises `ValueError` when the length is no multiple of four."""
+    column = array("f")
+    column.frombytes(data)
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column
+
+
+def split_columns(data: bytes, num_columns: int) -> list[array[int]]:
+    """The `num_columns` equally long int32 columns that `data` holds one after another."""
+    flat = unpack_int32(data)
+    num_rows = len(flat) // num_columns
+    return [flat[i * num_rows : (i + 1) * num_rows] for i in range(num_columns)]
+
+
+class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a worker is told on its private socket pair before anything else. One message, at most `MAX_CONFIG_BYTES`."""
+
+    version: str
+    endpoint: str
+    epoch: Int64
+    rank: Rank
+    num_ranks: NumRanks
+    runner: Annotated[str, Meta(pattern="^(model|fake)$")]
+    model: str
+    """A folder or a file; empty for the fake runner."""
+    accelerator: str
+    num_slots: Annotated[int, Meta(ge=1, lt=MAX_SLOTS)]
+    block_size: Annotated[int, Meta(ge=1, le=4096)]
+    kv_cache_bytes: Int64
+    """Memory for KV blocks; 0 leaves it to the worker."""
+    num_blocks: Annotated[int, Meta(ge=0, lt=MAX_BLOCKS)]
+    """Number of KV blocks; 0 derives it from `kv_cache_bytes`."""
+    max_model_len: Length
+    """0: the model's own."""
+    max_batch_positions: Annotated[int, Meta(ge=1, le=INT32_MAX)]
+    batch_invariant: bool
+    num_threads: Count
+    """CPU threads of the device; 0 leaves it to the library."""
+    fake_step_s: float = 0.0
+    """Fake runner only: how long a step takes."""
+    fake_vocab_size: Annotated[int, Meta(ge=2, le=INT32_MAX)] = 32_000
+    fake_check_stamps: bool = True
+    """Fake runner only: assert the (token, position) stamp of every KV row at every read."""
+
