@@ -1,0 +1,358 @@
+"""EngineCore: the one loop of the engine. Admit, schedule, send, receive, apply, publish.
+
+Synchronous callbacks on one thread: whatever runs them (an asyncio loop, a thread's loop, a simulator with a virtual
+clock) gives it the time and calls it back. Knows nothing of sockets, processes, tokenizers' files or torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from math import inf
+from typing import Any, NamedTuple, Protocol
+
+from msgspec import Struct
+
+from deepinfer.errors import DeepInferError, EngineClosed, SlowConsumer, WorkerLost
+from deepinfer.link import WorkerLink
+from deepinfer.output import OutputText
+from deepinfer.request import FinishReason, Request, Sequence
+from deepinfer.scheduler import Emission, Scheduler, Step, TokenLogprobs
+from deepinfer.stream import Logprob, Mailbox, Piece, TokenLogprob
+from deepinfer_protocol import AnyMessage, StepResult
+
+
+class Timer(Protocol):
+    """What `call_at` returns."""
+
+    def cancel(self) -> None: ...
+
+
+class Clock(Protocol):
+    """The part of an event loop that the core uses."""
+
+    def time(self) -> float: ...
+
+    def call_soon(self, callback: Callable[[], object]) -> object: ...
+
+    def call_at(self, when: float, callback: Callable[[], object]) -> Timer: ...
+
+
+class CoreConfig(Struct, frozen=True, kw_only=True):
+    """Limits of the core."""
+
+    overlap: bool = True
+    """Two steps in flight instead of one. The tokens are the same."""
+    max_unread_tokens: int = 4096
+    slow_consumer_s: float = 60.0
+    step_timeout_s: float = 120.0
+    """A step that takes longer is a lost worker; 0 waits for ever."""
+
+
+class CoreStats(Struct):
+    """Sums over all steps so far. Times are as the workers report them, of the slowest rank."""
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    host_us: int = 0
+    device_us: int = 0
+    idle_us: int = 0
+
+
+class InFlight(Struct):
+    """A step that was sent, and the answers so far."""
+
+    step: Step
+    results: list[StepResult | None]
+    num_missing: int
+    sent_s: float
+
+
+class Delivery(NamedTuple):
+    """Something for a mailbox: a piece, or the end by an error."""
+
+    mailbox: Mailbox
+    piece: Piece | None
+    error: DeepInferError | None
+
+
+class EngineCore:
+    """Drives a scheduler over a link, and fills mailboxes."""
+
+    def __init__(self, scheduler: Scheduler, link: WorkerLink, clock: Clock, config: CoreConfig) -> None:
+        self.scheduler = scheduler
+        self.stats = CoreStats()
+        self.failure: DeepInferError | None = None
+        self.on_failure: Callable[[], None] = lambda: None
+        self._link = link
+        self._clock = clock
+        self._config = config
+        self._max_in_flight = 2 if config.overlap else 1
+        self._in_flight: deque[InFlight] = deque()
+        self._inbox: deque[tuple[Callable[[Any], None], Any]] = deque()
+        self._outbox: list[Delivery] = []
+        self._is_pump_due = False
+        self._timer: Timer | None = None
+        self._timer_s = inf
+        link.listen(self)
+
+    # ---- requests, from the thread of the core or (through `wake_threadsafe`) from any
+
+    def post(self, action: Callable[[Any], None], argument: Any) -> None:
+        """Run `action(argument)` before the next step is planned. Only enqueues: callable from any thread."""
+        self._inbox.append((action, argument))
+
+    def wake(self) -> None:
+        """Look into the inbox soon."""
+        if not self._is_pump_due:
+            self._is_pump_due = True
+            self._clock.call_soon(self._pump)
+
+    def submit(self, request: Request) -> None:
+        """Queue `request`, or close its mailbox with the reason."""
+        mailbox: Mailbox = request.user
+        if mailbox.is_closed:
+            return  # aborted before it got here
+        try:
+            if self.failure is not None:
+                raise self.failure
+            self.scheduler.add(request, self._clock.time())
+        except DeepInferError as error:
+            self._outbox.append(Delivery(mailbox, None, error))
+
+    def abort(self, request: Request) -> None:
+        """End `request`; idempotent."""
+        if self.scheduler.requests.get(request.request_id) is request:
+            self._emit_ends(self.scheduler.finish_request(request, "abort", self._clock.time()))
+
+    def abort_id(self, request_id: str) -> None:
+        request = self.scheduler.requests.get(request_id)
+        if request is not None:
+            self.abort(request)
+
+    def resume(self, request: Request) -> None:
+        """The reader of `request` has caught up."""
+        if request.is_paused and request.num_unfinished:
+            request.slow_since_s = inf
+            self.scheduler.resume(request)
+
+    # ---- the loop
+
+    def _pump(self) -> None:
+        self._is_pump_due = False
+        self._drain_inbox()
+        if self.failure is None:
+            self._expire()
+            self._dispatch()
+        self._publish()
+        self._arm_timer()
+
+    def _drain_inbox(self) -> None:
+        inbox = self._inbox
+        while inbox:
+            action, argument = inbox.popleft()
+            action(argument)
+
+    def _expire(self) -> None:
+        now = self._clock.time()
+        if self.scheduler.next_deadline() <= now:
+            self._emit_ends(self.scheduler.expire(now))
+
+    def _dispatch(self) -> None:
+        while len(self._in_flight) < self._max_in_flight:
+            now = self._clock.time()
+            step = self.scheduler.schedule(now)
+            if step is None:
+                return
+            num_ranks = len(step.ranks)
+            self._in_flight.append(InFlight(step, [None] * num_ranks, num_ranks, now))
+            for rank, rank_step in enumerate(step.ranks):
+                self._link.send(rank, rank_step.plan)
+
+    def on_message(self, rank: int, message: AnyMessage) -> None:
+        if self.failure is not None:
+            return
+        if not isinstance(message, StepResult):
+            self.on_lost(rank, f"sent an unexpected {type(message).__name__}")
+            return
+        try:
+            self._take_result(rank, message)
+            self._apply_complete()
+        except WorkerLost as error:
+            self.fail(error)
+            return
+        self._pump()
+
+    def _take_result(self, rank: int, result: StepResult) -> None:
+        for waiting in self._in_flight:
+            if waiting.results[rank] is None:
+                step_id = waiting.step.step_id
+                if (result.step_id, result.rank) != (step_id, rank):
+                    came = f"step {result.step_id} of rank {result.rank}"
+                    raise WorkerLost(f"step {step_id} of rank {rank} was due, {came} came")
+                waiting.results[rank] = result
+                waiting.num_missing -= 1
+                return
+        raise WorkerLost(f"rank {rank} answered step {result.step_id}, which was not asked")
+
+    def _apply_complete(self) -> None:
+        while self._in_flight and self._in_flight[0].num_missing == 0:
+            self._drain_inbox()  # an abort that is here already takes effect before the tokens
+            done = self._in_flight.popleft()
+            results = [result for result in done.results if result is not None]
+            self._emit(self.scheduler.apply(done.step, results, self._clock.time()))
+            self._count(results)
+
+    def _count(self, results: list[StepResult]) -> None:
+        stats = self.stats
+        stats.num_steps += 1
+        stats.host_us += max([result.host_us for result in results])
+        stats.device_us += max([result.device_us for result in results])
+        stats.idle_us += min([result.idle_us for result in results])
+
+    # ---- what users get
+
+    def _emit(self, emissions: list[Emission]) -> None:
+        """Tokens to pieces: text, stop strings, readers that are too slow."""
+        outbox = self._outbox
+        cap = self._config.max_unread_tokens
+        self.stats.num_tokens += len(emissions)
+        for seq, token, reason, logprobs in emissions:
+            text = ""
+            output: OutputText | None = seq.user
+            if output is not None:
+                if reason != "stop":
+                    text = output.push(token)
+                    if output.has_stopped and reason != "stop":
+                        reason = "stop"
+                        self.scheduler.finish(seq, "stop", self._clock.time())
+                if reason is not None:
+                    text += output.flush()
+            logprob = None if logprobs is None else _readable(logprobs)
+            mailbox: Mailbox = seq.request.user
+            outbox.append(Delivery(mailbox, Piece(seq.sample_index, token, text, logprob, reason), None))
+            mailbox.num_pushed += 1
+            if mailbox.num_pushed - mailbox.num_taken >= cap and not seq.request.is_paused:
+                self._pause(seq.request, mailbox)
+
+    def _emit_ends(self, emissions: list[Emission]) -> None:
+        """Samples that end without a token of their own."""
+        for seq, _, reason, _ in emissions:
+            mailbox: Mailbox = seq.request.user
+            if reason == "slow_consumer":
+                error = SlowConsumer(f"more than {self._config.max_unread_tokens} tokens stood unread for too long")
+                self._outbox.append(Delivery(mailbox, None, error))
+            else:
+                output: OutputText | None = seq.user
+                text = "" if output is None else output.flush()
+                mailbox.num_pushed += 1
+                self._outbox.append(Delivery(mailbox, Piece(seq.sample_index, None, text, None, reason), None))
+
+    def _pause(self, request: Request, mailbox: Mailbox) -> None:
+        mailbox.is_paused = True
+        self.scheduler.pause(request)
+        request.slow_since_s = self._clock.time() + self._config.slow_consumer_s
+        self.scheduler.add_deadline(request.slow_since_s, request, "slow_consumer")
+        if mailbox.num_pushed - mailbox.num_taken <= self._config.max_unread_tokens // 2:
+            mailbox.is_paused = False  # it was read meanwhile, by another thread that saw no pause yet
+            self.resume(request)
+
+    def _publish(self) -> None:
+        if not self._outbox:
+            return
+        outbox, self._outbox = self._outbox, []
+        remote: dict[asyncio.AbstractEventLoop, list[Delivery]] = {}
+        for delivery in outbox:
+            loop = delivery.mailbox.loop
+            if loop is self._clock or loop is None:
+                deliver(delivery)
+            else:
+                remote.setdefault(loop, []).append(delivery)
+        for loop, deliveries in remote.items():
+            self._send_to(loop, deliveries)
+
+    def _send_to(self, loop: asyncio.AbstractEventLoop, deliveries: list[Delivery]) -> None:
+        """One wake-up a step and loop, never one a token."""
+        try:
+            loop.call_soon_threadsafe(deliver_all, deliveries)
+        except RuntimeError:  # the reader's loop is closed: nobody will ever read this
+            for delivery in deliveries:
+                delivery.mailbox.close(None)
+
+    # ---- ends
+
+    def on_lost(self, rank: int, reason: str) -> None:
+        self.fail(WorkerLost(f"worker {rank} {reason}"))
+
+    def fail(self, error: DeepInferError) -> None:
+        """Every open stream ends with `error`, and so does every later one. The requests stay in the scheduler."""
+        if self.failure is not None:
+            return
+        self.failure = error
+        self._in_flight.clear()
+        for request in self.scheduler.requests.values():
+            self._outbox.append(Delivery(request.user, None, error))
+        self._pump()
+        self.on_failure()
+
+    def close(self) -> None:
+        """Every open stream ends with `EngineClosed`."""
+        self.fail(EngineClosed("the engine is closed"))
+        if self._timer is not None:
+            self._timer.cancel()
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is queued, running or in flight."""
+        return not (self._inbox or self._in_flight or self.scheduler.requests)
+
+    # ---- time
+
+    def _arm_timer(self) -> None:
+        """One timer for the next deadline and for the step in flight, moved only when the next event is earlier."""
+        when_s = self.scheduler.next_deadline()
+        if self._in_flight and self._config.step_timeout_s:
+            when_s = min(when_s, self._in_flight[0].sent_s + self._config.step_timeout_s)
+        if self.failure is not None or when_s >= self._timer_s:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_s = when_s
+        self._timer = self._clock.call_at(when_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer, self._timer_s = None, inf
+        timeout_s = self._config.step_timeout_s
+        if self._in_flight and timeout_s and self._clock.time() >= self._in_flight[0].sent_s + timeout_s:
+            waiting = self._in_flight[0]
+            ranks = [rank for rank, result in enumerate(waiting.results) if result is None]
+            self.fail(WorkerLost(f"step {waiting.step.step_id} took more than {timeout_s} s on ranks {ranks}"))
+        else:
+            self._pump()
+
+    def check_integrity(self) -> None:
+        """The scheduler's books agree, and with nothing in flight nothing is on its way. Raises `AssertionError`."""
+        self.scheduler.check_integrity()
+        if not self._in_flight:
+            for rank in self.scheduler.ranks:
+                assert rank.release.num_slots == 0, "something waits for a step that is not in flight"
+
+
+def deliver(delivery: Delivery) -> None:
+    """On the reader's loop."""
+    mailbox, piece, error = delivery
+    if piece is not None:
+        mailbox.push(piece)
+    else:
+        mailbox.close(error)
+
+
+def deliver_all(deliveries: list[Delivery]) -> None:
+    for delivery in deliveries:
+        deliver(delivery)
+
+
+def _readable(logprobs: TokenLogprobs) -> TokenLogprob:
+    pairs = [Logprob(token_id, value) for token_id, value in zip(logprobs.token_ids, logprobs.values, strict=True)]
+    return TokenLogprob(pairs[0].token_id, pairs[0].logprob, tuple(pairs[1:]))

@@ -1,0 +1,60 @@
+"""The text of one sample: token ids in, text out, up to the first stop string. Knows nothing of requests or streams."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Detokenizer(Protocol):
+    """Token ids to text, a piece at a time; never half a character."""
+
+    def push_one(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class Matcher(Protocol):
+    """Finds stop strings; holds back what may become one."""
+
+    def push(self, text: str) -> tuple[str, str | None]: ...
+
+    def flush(self) -> str: ...
+
+
+class OutputText:
+    """Detokenizes one sample and ends it at a stop string."""
+
+    __slots__ = ("_detokenizer", "_matcher", "_num_unmatched", "has_stopped")
+
+    def __init__(self, detokenizer: Detokenizer, matcher: Matcher | None = None, num_unmatched: int = 0) -> None:
+        """The text of the first `num_unmatched` tokens is not searched (`min_tokens`)."""
+        self._detokenizer = detokenizer
+        self._matcher = matcher
+        self._num_unmatched = num_unmatched
+        self.has_stopped = False
+
+    def push(self, token_id: int) -> str:
+        """New text of one more token. Sets `has_stopped` when a stop string is complete."""
+        text = self._detokenizer.push_one(token_id)
+        if self._matcher is None:
+            return text
+        return self._match(text)
+
+    def _match(self, text: str) -> str:
+        if self._num_unmatched > 0:
+            self._num_unmatched -= 1
+            return text
+        assert self._matcher is not None
+        released, stop = self._matcher.push(text)
+        self.has_stopped = stop is not None
+        return released
+
+    def flush(self) -> str:
+        """What was held back, at the end of the sample; nothing after a stop string."""
+        if self.has_stopped:
+            return ""
+        rest = self._detokenizer.flush()
+        if self._matcher is None:
+            return rest
+        released, stop = self._matcher.push(rest) if rest else ("", None)
+        return released if stop is not None else released + self._matcher.flush()

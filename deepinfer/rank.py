@@ -1,0 +1,325 @@
+"""What one rank of a worker group holds: slots, blocks, running sequences, and the rows of its next plan.
+
+Pure and synchronous. Decides which running sequences get a row and who gives way when blocks run out; which waiting
+sequence comes next, and to which rank, is the scheduler's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from msgspec import Struct
+
+from deepinfer.blocks import BlockPool
+from deepinfer.prefix import chain_root, extend_chain
+from deepinfer.release import DeferredRelease
+from deepinfer.request import Sequence, State
+from deepinfer_protocol import RowFlag, SlotAdmit, StepPlan, pack_int32
+
+
+class CacheShape(Struct, frozen=True):
+    """What a rank can hold, as its worker says when it is ready."""
+
+    num_slots: int
+    num_blocks: int
+    block_size: int
+    weights_version: str = ""
+
+
+class RankStep(Struct):
+    """One rank's half of a step in flight."""
+
+    plan: StepPlan
+    expected_rows: bytes
+    """The rows that its result must have: slots, generations, lengths after the step, tokens of the row."""
+    sampled: list[Sequence]
+    """Sequences that get a token, in the order of the result's tokens."""
+
+
+class Rank:
+    """One rank's bookkeeping. Every method leaves `check_integrity` true."""
+
+    def __init__(
+        self, index: int, shape: CacheShape, *, prefix_cache: bool, requeue: Callable[[Sequence], None]
+    ) -> None:
+        """`requeue` takes a sequence whose preemption is complete."""
+        self.index = index
+        self.shape = shape
+        self.pool = BlockPool(shape.num_blocks)
+        self.release = DeferredRelease(self._give_back)
+        self.prefill: dict[Sequence, None] = {}
+        self.decode: dict[Sequence, None] = {}
+        self.parked: dict[Sequence, None] = {}  # would decode, but its reader is too slow
+        self.held: dict[Sequence, None] = {}  # waiting samples that own blocks of their prompt
+        self._requeue = requeue
+        self._prefix_cache = prefix_cache
+        self._root = chain_root(shape.weights_version)
+        self._free_slots = list(range(shape.num_slots - 1, -1, -1))
+        self._generations = [0] * shape.num_slots
+        self._retired: list[int] = []
+        self._admits: list[SlotAdmit] = []
+        self._rows: list[Sequence] = []
+        self._num_positions: list[int] = []
+        self._flags: list[int] = []
+        self._appends: list[tuple[int, int]] = []
+        self._num_decodes = 0  # rows of the plan under construction that decode; they come first
+        self.budget = 0  # positions that the plan under construction may still take
+
+    # ---- what it holds
+
+    @property
+    def num_running(self) -> int:
+        return len(self.prefill) + len(self.decode) + len(self.parked)
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    def running(self) -> Iterator[Sequence]:
+        yield from self.prefill
+        yield from self.decode
+        yield from self.parked
+
+    def worst(self) -> Sequence | None:
+        """Who gives way first: a sequence that nobody reads, else the last in order."""
+        candidates = self.parked or [*self.prefill, *self.decode]
+        return max(candidates, key=lambda seq: seq.request.order, default=None)
+
+    # ---- one plan
+
+    def begin(self, budget: int) -> None:
+        """Start a plan of at most `budget` positions."""
+        self.budget = budget
+        self._rows, self._num_positions, self._flags, self._appends = [], [], [], []
+
+    def plan_decodes(self, step_id: int) -> None:
+        """A row for every decoding sequence that may have one more token."""
+        rows = self._rows
+        for seq in list(self.decode):
+            planned = seq.num_planned
+            if planned + 1 >= seq.max_length or seq.state is not State.DECODE:
+                continue
+            if planned == seq.capacity and not self._grow(seq):
+                continue
+            seq.num_planned = planned + 1
+            seq.num_pending += 1
+            seq.last_step = step_id
+            rows.append(seq)
+        self._num_decodes = len(rows)
+        self.budget -= len(rows)
+        self._num_positions = [1] * len(rows)
+        self._flags = [int(RowFlag.SAMPLE)] * len(rows)
+
+    def plan_prefills(self, step_id: int, chunk: int) -> None:
+        """Chunks of the prompts that are under way, in order, at most `chunk` positions each."""
+        for seq in sorted(self.prefill, key=lambda seq: seq.request.order):
+            if self.budget <= 0:
+                return
+            if not seq.request.is_paused:
+                self.plan_chunk(seq, step_id, chunk)
+
+    def plan_chunk(self, seq: Sequence, step_id: int, chunk: int) -> None:
+        """The next positions of a sequence whose tokens are known; with the last of them it starts to decode."""
+        num_positions = min(len(seq.tokens) - seq.num_planned, chunk, self.budget)
+        seq.num_planned += num_positions
+        seq.last_step = step_id
+        self.budget -= num_positions
+        is_complete = seq.num_planned == len(seq.tokens)
+        self._rows.append(seq)
+        self._num_positions.append(num_positions)
+        self._flags.append(int(RowFlag.SAMPLE) if is_complete else 0)
+        if is_complete:
+            seq.num_pending += 1
+            seq.move(State.DECODE)
+            del self.prefill[seq]
+            (self.parked if seq.request.is_paused else self.decode)[seq] = None
+
+    def newly_decoding(self) -> list[Sequence]:
+        """Sequences whose known tokens are complete with the plan under construction."""
+        return [seq for seq in self._rows[self._num_decodes :] if seq.state is State.DECODE]
+
+    @property
+    def num_planned_positions(self) -> int:
+        return sum(self._num_positions)
+
+    def finish_plan(self, epoch: int, step_id: int, padded_positions: int) -> RankStep:
+        """The plan under construction, and what must come back for it."""
+        rows = self._rows
+        addresses = pack_int32([seq.slot for seq in rows] + [seq.generation for seq in rows])
+        plan = StepPlan(
+            epoch=epoch,
+            step_id=step_id,
+            rank=self.index,
+            padded_positions=padded_positions,
+            retired=pack_int32(self._retired),
+            admits=self._admits,
+            appends=pack_int32([slot for slot, _ in self._appends] + [block for _, block in self._appends]),
+            rows=addresses + pack_int32(self._num_positions + self._flags),
+        )
+        num_tokens = [1 if flags & RowFlag.SAMPLE else 0 for flags in self._flags]
+        expected = addresses + pack_int32([seq.num_planned for seq in rows] + num_tokens)
+        sampled = [seq for seq, count in zip(rows, num_tokens, strict=True) if count]
+        self._retired, self._admits = [], []
+        for seq in rows[self._num_decodes :]:
+            self.publish(seq)
+        return RankStep(plan, expected, sampled)
+
+    # ---- admission
+
+    def match(self, seq: Sequence) -> list[int]:
+        """Blocks whose content is a prefix of the sequence's tokens; the last token is never among them."""
+        num_blocks = (len(seq.tokens) - 1) // self.shape.block_size
+        hits: list[int] = []
+        if self._prefix_cache:
+            extend_chain(seq.block_hashes, self._root, seq.tokens, self.shape.block_size, num_blocks)
+            for block_hash in seq.block_hashes[:num_blocks]:
+                block = self.pool.find(block_hash)
+                if block is None:
+                    break
+                hits.append(block)
+        return hits
+
+    def try_admit(self, seq: Sequence, hits: list[int]) -> bool:
+        """Give a waiting sequence a slot and the blocks of all its known tokens, if there are enough."""
+        held = seq.held_block_ids
+        if len(held) > len(hits):
+            hits = held
+        num_total = -(-len(seq.tokens) // self.shape.block_size)
+        num_taken = num_total - len(hits) + sum(map(self.pool.is_cached, hits))
+        if not self._free_slots or self.pool.num_available - num_taken < self._num_spare():
+            return False
+        for block in hits:
+            self.pool.share(block)
+        self.drop_held(seq)
+        seq.block_ids = hits + [self.pool.allocate() for _ in range(num_total - len(hits))]
+        seq.capacity = num_total * self.shape.block_size
+        self._take_slot(seq, num_cached=len(hits))
+        return True
+
+    def _num_spare(self) -> int:
+        """Blocks left alone at admission, so that those who run do not need each other's soon after."""
+        return -(-len(self.decode) // self.shape.block_size)
+
+    def _take_slot(self, seq: Sequence, num_cached: int) -> None:
+        slot = self._free_slots.pop()
+        self._generations[slot] += 1
+        seq.rank, seq.slot, seq.generation = self.index, slot, self._generations[slot]
+        seq.num_published = num_cached
+        seq.num_planned = num_cached * self.shape.block_size
+        seq.move(State.PREFILL)
+        self.prefill[seq] = None
+        self._admits.append(
+            SlotAdmit(
+                slot=slot,
+                generation=seq.generation,
+                length=seq.num_planned,
+                tokens=pack_int32(seq.tokens),
+                block_ids=pack_int32(seq.block_ids),
+                sampling=seq.request.sampling[seq.sample_index],
+            )
+        )
+
+    def hold_prompt(self, first: Sequence, others: list[Sequence]) -> None:
+        """Let the further samples of a prompt own its full blocks until they get a slot."""
+        shared = first.block_ids[: (first.num_prompt - 1) // self.shape.block_size]
+        for seq in others:
+            seq.rank = self.index
+            if shared:
+                seq.held_block_ids = list(shared)
+                self.held[seq] = None
+                for block in shared:
+                    self.pool.share(block)
+
+    def drop_held(self, seq: Sequence) -> None:
+        """A waiting sample no longer owns blocks of its prompt; it may have to compute them again."""
+        if self.held.pop(seq, 0) is None:
+            self.pool.release(seq.held_block_ids)
+            seq.held_block_ids = []
+
+    # ---- giving up
+
+    def leave(self, seq: Sequence, state: State) -> None:
+        """Take a sequence off its slot; slot and blocks come back behind the last step that names them."""
+        for group in (self.prefill, self.decode, self.parked):
+            group.pop(seq, None)
+        seq.move(state)
+        slot, block_ids = seq.slot, seq.block_ids
+        if state is State.PREEMPTING:
+            seq.request.num_preemptions += 1
+            self.release.release(seq.last_step, slot, block_ids, lambda: self._finish_preemption(seq))
+        else:
+            seq.block_ids = []
+            self.release.release(seq.last_step, slot, block_ids)
+
+    def _finish_preemption(self, seq: Sequence) -> None:
+        seq.block_ids, seq.slot, seq.capacity = [], -1, 0
+        if seq.state is State.PREEMPTING:
+            assert seq.num_pending == 0
+            seq.num_planned = seq.num_published = 0
+            seq.move(State.WAITING)
+            self._requeue(seq)
+
+    def _give_back(self, slot: int, block_ids: list[int]) -> None:
+        self._free_slots.append(slot)
+        self._retired.append(slot)
+        self.pool.release(block_ids)
+
+    # ---- blocks
+
+    def _grow(self, seq: Sequence) -> bool:
+        """One more block for a decoding sequence; somebody may have to give way, perhaps itself."""
+        if not self._make_room(seq):
+            return False
+        block = self.pool.allocate()
+        seq.block_ids.append(block)
+        seq.capacity += self.shape.block_size
+        self._appends.append((seq.slot, block))
+        return True
+
+    def _make_room(self, seq: Sequence) -> bool:
+        """Is a block available now? If not, see to it that one will be."""
+        while not self.pool.num_available:
+            if self._is_block_on_its_way():
+                return False
+            if self.held:
+                self.drop_held(max(self.held, key=lambda held: held.request.order))
+                continue
+            victim = self.worst()
+            assert victim is not None
+            self.leave(victim, State.PREEMPTING)
+            if victim is seq:
+                return False
+        return True
+
+    def _is_block_on_its_way(self) -> bool:
+        return any(
+            self.pool.num_owners(block) == count for block, count in Counter(self.release.block_ids()).items()
+        )
+
+    def publish(self, seq: Sequence) -> None:
+        """Let others adopt the blocks of `seq` that are full of known tokens and computed by steps sent so far."""
+        if not self._prefix_cache:
+            return
+        size = self.shape.block_size
+        num_full = min(len(seq.tokens), seq.num_planned) // size
+        if num_full > seq.num_published:
+            extend_chain(seq.block_hashes, self._root, seq.tokens, size, num_full)
+            for index in range(seq.num_published, num_full):
+                self.pool.publish(seq.block_ids[index], seq.block_hashes[index])
+            seq.num_published = num_full
+
+    def check_integrity(self) -> None:
+        """Every slot and block has exactly the owners that the sequences say. Raises `AssertionError`."""
+        running = list(self.running())
+        owned = [block for seq in running for block in seq.block_ids]
+        owned += [block for seq in self.held for block in seq.held_block_ids]
+        self.pool.check_integrity(owned + self.release.block_ids())
+        slots = [seq.slot for seq in running] + self._free_slots + self.release.slots()
+        assert sorted(slots) == list(range(self.shape.num_slots)), f"slots {sorted(slots)}"
+        assert all(seq.state is State.PREFILL for seq in self.prefill)
+        assert all(seq.state is State.DECODE for seq in [*self.decode, *self.parked])
+        assert all(seq.state is State.WAITING for seq in self.held)
+        for seq in running:
+            assert len(seq.block_ids) * self.shape.block_size == seq.capacity >= seq.num_planned
+            assert 0 <= seq.num_pending <= 2 and len(seq.tokens) + seq.num_pending <= seq.max_length

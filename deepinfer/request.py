@@ -1,0 +1,164 @@
+"""The nouns of scheduling: a request, the sequences that are its samples, and their states.
+
+Data and the table of legal transitions. Knows nothing of pools, plans or streams.
+"""
+
+from __future__ import annotations
+
+from array import array
+from enum import Enum
+from math import inf
+from typing import Any, Final, Literal
+
+from deepinfer_protocol import SlotSampling
+
+FinishReason = Literal["stop", "length", "abort", "queue_timeout", "timeout", "slow_consumer"]
+
+
+class State(Enum):
+    """Where a sequence stands."""
+
+    HELD = "held"
+    """A further sample: waits for the prompt of the first one to be computed."""
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    """Has a slot; known tokens are still to be computed."""
+    DECODE = "decode"
+    """Has a slot; each step computes the newest token."""
+    PREEMPTING = "preempting"
+    """Gave up its slot; the tokens of steps already sent are applied before it waits again."""
+    FINISHED = "finished"
+
+
+TRANSITIONS: Final = {
+    State.HELD: {State.WAITING, State.FINISHED},
+    State.WAITING: {State.PREFILL, State.FINISHED},
+    State.PREFILL: {State.DECODE, State.PREEMPTING, State.FINISHED},
+    State.DECODE: {State.PREEMPTING, State.FINISHED},
+    State.PREEMPTING: {State.WAITING, State.FINISHED},
+    State.FINISHED: set[State](),
+}
+"""The only moves there are. `PREFILL` and `DECODE` are the states with a slot."""
+
+
+class Request:
+    """What a user asked for: one prompt, `n` sequences, one place in the queue, one set of deadlines."""
+
+    __slots__ = (
+        "arrival_s",
+        "deadline_s",
+        "is_paused",
+        "max_length",
+        "num_cached_tokens",
+        "num_preemptions",
+        "num_unfinished",
+        "order",
+        "priority",
+        "prompt",
+        "queue_deadline_s",
+        "request_id",
+        "sampling",
+        "samples",
+        "slow_since_s",
+        "started_s",
+        "stop_ids",
+        "user",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: array[int],
+        sampling: list[SlotSampling],
+        *,
+        max_length: int,
+        stop_ids: frozenset[int],
+        priority: int = 0,
+        arrival_s: float = 0.0,
+        queue_deadline_s: float = inf,
+        deadline_s: float = inf,
+        user: Any = None,
+    ) -> None:
+        """`sampling` has one entry a sample. `max_length` counts the prompt and the tokens of one sample."""
+        self.request_id = request_id
+        self.prompt = prompt
+        self.sampling = sampling
+        self.max_length = max_length
+        self.stop_ids = stop_ids
+        self.priority = priority
+        self.arrival_s = arrival_s
+        self.queue_deadline_s = queue_deadline_s
+        self.deadline_s = deadline_s
+        self.user = user  # the core's; the scheduler does not look at it
+        self.order = (0.0, 0)  # set by the scheduler: smaller goes first
+        self.started_s: float | None = None  # when its first row was planned
+        self.is_paused = False  # its reader is too slow
+        self.slow_since_s = inf  # the deadline that its pause has set
+        self.num_cached_tokens = 0  # of the first sample's first admission
+        self.num_preemptions = 0
+        self.num_unfinished = len(sampling)
+        self.samples = [Sequence(self, index) for index in range(len(sampling))]
+
+
+class Sequence:
+    """One sample: its tokens, and what the device has been told of them."""
+
+    __slots__ = (
+        "block_hashes",
+        "block_ids",
+        "capacity",
+        "finish_reason",
+        "generation",
+        "held_block_ids",
+        "last_step",
+        "max_length",
+        "min_length",
+        "num_pending",
+        "num_planned",
+        "num_prompt",
+        "num_published",
+        "rank",
+        "request",
+        "sample_index",
+        "slot",
+        "state",
+        "stop_ids",
+        "tokens",
+        "user",
+    )
+
+    def __init__(self, request: Request, sample_index: int) -> None:
+        self.request = request
+        self.sample_index = sample_index
+        self.state = State.WAITING if sample_index == 0 else State.HELD
+        self.tokens = request.prompt[:]  # grows by what is applied
+        self.num_prompt = len(request.prompt)
+        self.max_length = request.max_length  # a copy of the request's: read for every row of every step
+        self.stop_ids = request.stop_ids
+        self.min_length = request.sampling[sample_index].min_length
+        self.num_planned = 0  # positions that steps sent so far compute
+        self.num_pending = 0  # tokens that steps in flight will bring
+        self.num_published = 0  # blocks that others can adopt
+        self.last_step = -1  # last step sent that names it
+        self.rank = 0
+        self.slot = -1
+        self.generation = -1
+        self.block_ids: list[int] = []
+        self.capacity = 0  # tokens that its blocks hold
+        self.block_hashes: list[bytes] = []
+        self.held_block_ids: list[int] = []  # prompt blocks kept for a sample that still waits
+        self.finish_reason: FinishReason | None = None
+        self.user: Any = None
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def has_slot(self) -> bool:
+        return self.state is State.PREFILL or self.state is State.DECODE
+
+    def move(self, state: State) -> None:
+        """To `state`, if the table allows it."""
+        assert state in TRANSITIONS[self.state], f"{self.request.request_id}: {self.state} to {state}"
+        self.state = state

@@ -1,0 +1,410 @@
+"""Which request runs when: the queue, admission, steps, deadlines. Pure and synchronous; `now` is an argument.
+
+Knows nothing of asyncio, sockets, text or devices: it turns requests into `StepPlan`s and `StepResult`s into tokens.
+A step is planned before the tokens of the step before it are known; `apply` brings the facts.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as Sequence_
+from heapq import heappop, heappush
+from itertools import count
+from math import inf
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from deepinfer.errors import DuplicateRequestId, Overloaded, WorkerLost
+from deepinfer.rank import CacheShape, Rank, RankStep
+from deepinfer.request import FinishReason, Request, Sequence, State
+from deepinfer_protocol import StepResult, split_columns, unpack_float32, unpack_int32
+
+
+class SchedulerConfig(Struct, frozen=True, kw_only=True):
+    """Limits and habits of one scheduler."""
+
+    max_batch_tokens: int = 2048
+    """Positions a step may compute on each rank."""
+    prefill_chunk: int = 512
+    """Positions of one prompt a step may compute."""
+    prefix_cache: bool = True
+    max_queued_requests: int = 4096
+    max_queued_tokens: int = 4_000_000
+    ageing_s: float = 10.0
+    """Waiting this long is worth one step of priority."""
+
+
+class Step(Struct):
+    """A step in flight."""
+
+    step_id: int
+    ranks: list[RankStep]
+
+
+class TokenLogprobs(NamedTuple):
+    """Log probabilities at one position: the sampled token's, then the k best."""
+
+    token_ids: Sequence_[int]
+    values: Sequence_[float]
+
+
+class Emission(NamedTuple):
+    """One sample got a token, or ended, or both."""
+
+    seq: Sequence
+    token: int | None
+    finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None = None
+
+
+class SchedulerStats(NamedTuple):
+    """What is going on. Counts are of samples, not of requests."""
+
+    num_waiting: int
+    num_running: int
+    num_preempted: int  # ever
+    num_queued_tokens: int
+    num_blocks_used: int
+    num_blocks: int
+
+
+class Scheduler:
+    """The queue of requests and the ranks that serve them."""
+
+    def __init__(self, config: SchedulerConfig, shapes: list[CacheShape], *, epoch: int = 0) -> None:
+        """`shapes` has one entry a rank."""
+        self.config = config
+        self.epoch = epoch
+        self.ranks = [
+            Rank(index, shape, prefix_cache=config.prefix_cache, requeue=self._requeue)
+            for index, shape in enumerate(shapes)
+        ]
+        self.requests: dict[str, Request] = {}
+        self._waiting: list[tuple[tuple[float, int], int, Sequence]] = []
+        self._set_aside: dict[Sequence, None] = {}  # would wait, but their reader is too slow
+        self._deadlines: list[tuple[float, int, Request, FinishReason]] = []
+        self._serial = count()
+        self._step_ids = count()
+        self._num_waiting = 0
+        self._num_queued_tokens = 0
+        self._num_preempted = 0
+        self._finish_rate = 0.0  # requests a second, smoothed
+        self._last_finish_s = -inf
+
+    # ---- requests come and go
+
+    def add(self, request: Request, now: float) -> None:
+        """Queue a request. Raises `DuplicateRequestId` or `Overloaded`, and then nothing has changed."""
+        if request.request_id in self.requests:
+            raise DuplicateRequestId("request_id", f"{request.request_id!r} is the id of an open request")
+        self._check_load(len(request.prompt))
+        serial = next(self._serial)
+        request.order = (request.arrival_s + request.priority * self.config.ageing_s, serial)
+        self.requests[request.request_id] = request
+        self._num_queued_tokens += len(request.prompt)
+        self._push_waiting(request.samples[0])
+        self.add_deadline(request.queue_deadline_s, request, "queue_timeout")
+        self.add_deadline(request.deadline_s, request, "timeout")
+
+    def _check_load(self, num_tokens: int) -> None:
+        config = self.config
+        if self._num_waiting >= config.max_queued_requests:
+            raise Overloaded(f"{self._num_waiting} requests wait, the limit is {config.max_queued_requests}", self._wait_s())
+        if self._num_queued_tokens + num_tokens > config.max_queued_tokens and self._num_waiting:
+            raise Overloaded(
+                f"{self._num_queued_tokens} prompt tokens wait, the limit is {config.max_queued_tokens}", self._wait_s()
+            )
+
+    def _wait_s(self) -> float:
+        """When the queue will have shrunk by a tenth, at the rate at which requests have been finishing."""
+        if self._finish_rate <= 0:
+            return 1.0
+        return min(max(self._num_waiting / 10 / self._finish_rate, 0.1), 60.0)
+
+    def finish(self, seq: Sequence, reason: FinishReason, now: float) -> None:
+        """End one sample: its slot and blocks come back behind the last step that names them."""
+        if seq.state is State.FINISHED:
+            return
+        rank = self.ranks[seq.rank]
+        if seq.has_slot:
+            rank.leave(seq, State.FINISHED)
+        else:
+            if seq.state is State.WAITING:
+                self._num_waiting -= 1
+                self._set_aside.pop(seq, None)
+                rank.drop_held(seq)
+            seq.move(State.FINISHED)
+        seq.finish_reason = reason
+        request = seq.request
+        if request.started_s is None and seq.sample_index == 0:
+            self._num_queued_tokens -= len(request.prompt)
+        request.num_unfinished -= 1
+        if request.num_unfinished == 0:
+            del self.requests[request.request_id]
+            self._note_finish(now)
+        elif seq.sample_index == 0:
+            self._release_samples(seq)
+
+    def finish_request(self, request: Request, reason: FinishReason, now: float) -> list[Emission]:
+        """End every sample of a request that has not ended."""
+        ended = [seq for seq in request.samples if seq.state is not State.FINISHED]
+        for seq in reversed(ended):  # the first sample last: the others depend on its prompt
+            self.finish(seq, reason, now)
+        return [Emission(seq, None, reason) for seq in ended]
+
+    def _note_finish(self, now: float) -> None:
+        gap_s = max(now - self._last_finish_s, 1e-6)
+        self._last_finish_s = now
+        if gap_s < inf:
+            self._finish_rate += 0.1 * (1.0 / gap_s - self._finish_rate)
+
+    # ---- readers that are too slow
+
+    def pause(self, request: Request) -> None:
+        """Plan no more rows for `request` until `resume`."""
+        request.is_paused = True
+        for seq in request.samples:
+            decode = self.ranks[seq.rank].decode
+            if seq in decode:
+                del decode[seq]
+                self.ranks[seq.rank].parked[seq] = None
+
+    def resume(self, request: Request) -> None:
+        request.is_paused = False
+        for seq in request.samples:
+            parked = self.ranks[seq.rank].parked
+            if seq in parked:
+                del parked[seq]
+                self.ranks[seq.rank].decode[seq] = None
+            elif seq in self._set_aside:
+                del self._set_aside[seq]
+                heappush(self._waiting, (request.order, seq.sample_index, seq))
+
+    # ---- deadlines
+
+    def add_deadline(self, when_s: float, request: Request, reason: FinishReason) -> None:
+        if when_s < inf:
+            heappush(self._deadlines, (when_s, next(self._serial), request, reason))
+
+    def next_deadline(self) -> float:
+        """When `expire` should be called; `inf`: no need."""
+        while self._deadlines and not self._is_live(self._deadlines[0]):
+            heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else inf
+
+    def expire(self, now: float) -> list[Emission]:
+        """End the requests whose deadline is over."""
+        emissions: list[Emission] = []
+        while self.next_deadline() <= now:
+            _, _, request, reason = heappop(self._deadlines)
+            emissions += self.finish_request(request, reason, now)
+        return emissions
+
+    def _is_live(self, deadline: tuple[float, int, Request, FinishReason]) -> bool:
+        when_s, _, request, reason = deadline
+        if request.num_unfinished == 0:
+            return False
+        if reason == "queue_timeout":
+            return request.started_s is None
+        return reason != "slow_consumer" or request.slow_since_s == when_s
+
+    # ---- steps
+
+    def schedule(self, now: float) -> Step | None:
+        """The next step, or `None` when there is nothing to compute."""
+        step_id = next(self._step_ids)
+        for rank in self.ranks:
+            rank.begin(self.config.max_batch_tokens)
+            rank.plan_decodes(step_id)
+            rank.plan_prefills(step_id, self.config.prefill_chunk)
+        self._admit(step_id, now)
+        padded = max(rank.num_planned_positions for rank in self.ranks)
+        if padded == 0:
+            return None
+        for rank in self.ranks:
+            for seq in rank.newly_decoding():
+                self._release_samples(seq)
+        return Step(step_id, [rank.finish_plan(self.epoch, step_id, padded) for rank in self.ranks])
+
+    def apply(self, step: Step, results: list[StepResult], now: float) -> list[Emission]:
+        """Take in what the ranks answered. Raises `WorkerLost` when an answer is not the one to this step."""
+        emissions: list[Emission] = []
+        for rank, rank_step, result in zip(self.ranks, step.ranks, results, strict=True):
+            if result.rows != rank_step.expected_rows:
+                raise WorkerLost(_describe_drift(step.step_id, rank.index, rank_step, result))
+            logprobs = _split_logprobs(rank_step.sampled, result) if result.logprobs else None
+            self._apply_tokens(rank, rank_step.sampled, unpack_int32(result.tokens), logprobs, emissions, now)
+            rank.release.applied(step.step_id)
+        return emissions
+
+    def _apply_tokens(
+        self,
+        rank: Rank,
+        sampled: list[Sequence],
+        tokens: array[int],
+        logprobs: list[TokenLogprobs | None] | None,
+        emissions: list[Emission],
+        now: float,
+    ) -> None:
+        block_size = rank.shape.block_size
+        for index, (seq, token) in enumerate(zip(sampled, tokens, strict=True)):
+            if seq.state is State.FINISHED:
+                continue  # ended while the step was under way: the token is surplus
+            seq.num_pending -= 1
+            known = seq.tokens
+            known.append(token)
+            length = len(known)
+            if token in seq.stop_ids and length > seq.min_length:
+                reason: FinishReason | None = "stop"
+            elif length >= seq.max_length:
+                reason = "length"
+            else:
+                reason = None
+            if length % block_size == 1 and seq.has_slot:
+                rank.publish(seq)
+            emissions.append(Emission(seq, token, reason, logprobs[index] if logprobs else None))
+            if reason is not None:
+                self.finish(seq, reason, now)
+
+    # ---- the queue
+
+    def _push_waiting(self, seq: Sequence) -> None:
+        self._num_waiting += 1
+        heappush(self._waiting, (seq.request.order, seq.sample_index, seq))
+
+    def _requeue(self, seq: Sequence) -> None:
+        """Its preemption is complete."""
+        self._num_preempted += 1
+        self._push_waiting(seq)
+
+    def _release_samples(self, first: Sequence) -> None:
+        """The prompt is computed, or never will be: the further samples may start."""
+        others = [seq for seq in first.request.samples if seq.state is State.HELD]
+        if others:
+            for seq in others:
+                seq.move(State.WAITING)
+                self._push_waiting(seq)
+            if first.has_slot:
+                self.ranks[first.rank].hold_prompt(first, others)
+
+    def _next_waiting(self) -> Sequence | None:
+        while self._waiting:
+            seq = self._waiting[0][2]
+            if seq.state is State.WAITING and not seq.request.is_paused:
+                return seq
+            heappop(self._waiting)
+            if seq.state is State.WAITING:
+                self._set_aside[seq] = None
+        return None
+
+    def _admit(self, step_id: int, now: float) -> None:
+        """Give slots to those who wait, in order, while slots, blocks and positions last."""
+        while (seq := self._next_waiting()) is not None and self._admit_one(seq):
+            heappop(self._waiting)
+            self._num_waiting -= 1
+            request = seq.request
+            if request.started_s is None:
+                request.started_s = now
+                request.num_cached_tokens = seq.num_planned
+                self._num_queued_tokens -= len(request.prompt)
+            self.ranks[seq.rank].plan_chunk(seq, step_id, self.config.prefill_chunk)
+
+    def _admit_one(self, seq: Sequence) -> bool:
+        for rank, hits in self._candidates(seq):
+            if rank.try_admit(seq, hits):
+                return True
+            if rank.num_running == 0 and rank.release.num_slots == 0 and self._free_held(rank, seq):
+                return self._admit_one(seq)
+        return self._make_way(seq) and self._admit_one(seq)
+
+    def _candidates(self, seq: Sequence) -> list[tuple[Rank, list[int]]]:
+        """Ranks that can take a chunk now, the one with the least to do first; equals take turns."""
+        ranks = [rank for rank in self.ranks if rank.budget > 0]
+        if seq.held_block_ids:
+            ranks = [rank for rank in ranks if rank.index == seq.rank]
+        matched = [(rank, rank.match(seq)) for rank in ranks]
+        turn = seq.request.order[1]
+        return sorted(
+            matched,
+            key=lambda pair: (
+                (pair[0].num_running - len(pair[1])) * pair[0].shape.block_size,
+                (pair[0].index + turn) % len(self.ranks),
+            ),
+        )
+
+    def _free_held(self, rank: Rank, seq: Sequence) -> bool:
+        """Nobody runs, and still there is no room: waiting samples give their prompt blocks up, the last first."""
+        others = [held for held in rank.held if held is not seq]
+        if others:
+            rank.drop_held(max(others, key=lambda held: held.request.order))
+        return bool(others)
+
+    def _make_way(self, seq: Sequence) -> bool:
+        """Preempt one sequence of lower priority, unless room is on its way. Is there more room now?"""
+        if any(rank.release.num_slots for rank in self.ranks):
+            return False
+        victims = [victim for rank in self.ranks if rank.budget > 0 and (victim := rank.worst()) is not None]
+        victim = max(victims, key=lambda victim: victim.request.order, default=None)
+        if victim is None or victim.request.order <= seq.request.order:
+            return False
+        if victim.request.priority <= seq.request.priority and not victim.request.is_paused:
+            return False
+        rank = self.ranks[victim.rank]
+        rank.leave(victim, State.PREEMPTING)
+        return rank.release.num_slots == 0
+
+    # ---- reports
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            num_waiting=self._num_waiting,
+            num_running=sum(rank.num_running for rank in self.ranks),
+            num_preempted=self._num_preempted,
+            num_queued_tokens=self._num_queued_tokens,
+            num_blocks_used=sum(rank.pool.num_used for rank in self.ranks),
+            num_blocks=sum(rank.pool.num_blocks for rank in self.ranks),
+        )
+
+    def check_integrity(self) -> None:
+        """The books agree with each other. Callable after every method; raises `AssertionError`."""
+        for rank in self.ranks:
+            rank.check_integrity()
+        unfinished = [seq for request in self.requests.values() for seq in request.samples]
+        waiting = [seq for seq in unfinished if seq.state is State.WAITING]
+        assert len(waiting) == self._num_waiting, f"{len(waiting)} wait, {self._num_waiting} are counted"
+        queued = {id(entry[2]) for entry in self._waiting}
+        queued |= {id(seq) for seq in self._set_aside}
+        assert all(id(seq) in queued for seq in waiting), "a waiting sample is not in the queue"
+        with_slot = [seq for seq in unfinished if seq.has_slot]
+        assert len(with_slot) == sum(rank.num_running for rank in self.ranks)
+        unstarted = [request for request in self.requests.values() if request.started_s is None]
+        assert sum(len(request.prompt) for request in unstarted) == self._num_queued_tokens
+        for request in self.requests.values():
+            assert request.num_unfinished == sum(seq.state is not State.FINISHED for seq in request.samples) > 0
+
+
+def _split_logprobs(sampled: list[Sequence], result: StepResult) -> list[TokenLogprobs | None]:
+    """What belongs to each sampled token. Raises `WorkerLost` when the columns do not add up."""
+    ids, values = unpack_int32(result.logprob_ids), unpack_float32(result.logprobs)
+    split: list[TokenLogprobs | None] = []
+    start = 0
+    for seq in sampled:
+        num = seq.request.sampling[seq.sample_index].num_logprobs + 1
+        split.append(TokenLogprobs(ids[start : start + num], values[start : start + num]) if num else None)
+        start += num
+    if start != len(ids):
+        raise WorkerLost(f"step {result.step_id}, rank {result.rank}: {start} logprobs expected, {len(ids)} came")
+    return split
+
+
+def _describe_drift(step_id: int, rank: int, expected: RankStep, result: StepResult) -> str:
+    """Which row of a result differs, in words."""
+    names = ("slot", "generation", "length", "tokens")
+    wanted = list(zip(*split_columns(expected.expected_rows, 4), strict=True))
+    came = list(zip(*split_columns(result.rows, 4), strict=True))
+    if len(wanted) != len(came):
+        return f"step {step_id}, rank {rank}: {len(wanted)} rows were planned, {len(came)} came back"
+    index = next(i for i, (a, b) in enumerate(zip(wanted, came, strict=True)) if a != b)
+    told = ", ".join(f"{n} {a} expected, {b} came" for n, a, b in zip(names, wanted[index], came[index], strict=True) if a != b)
+    return f"step {step_id}, rank {rank}, row {index}: the worker's state has drifted: {told}"

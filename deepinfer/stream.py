@@ -1,0 +1,241 @@
+"""Token streams: the mailbox of one request, and the async iterator that its user holds.
+
+A class and not an async generator: a generator's `finally` does not run at `break`, and a timed-out `anext` ends it.
+Knows nothing of scheduling; it asks for an end or for more through two callbacks that may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from deepinfer.errors import DeepInferError, WrongLoop
+from deepinfer.request import FinishReason
+
+
+class Logprob(NamedTuple):
+    """A token and the logarithm of its probability under the unmodified logits."""
+
+    token_id: int
+    logprob: float
+
+
+class TokenLogprob(NamedTuple):
+    """What was known at one position."""
+
+    token_id: int
+    logprob: float
+    top: tuple[Logprob, ...]
+    """The most probable tokens, best first."""
+
+
+class TokenChunk(Struct, frozen=True, gc=False):
+    """What is new since the last read, of one sample: a delta, never the text so far.
+
+    A reader that keeps up gets one token a chunk; one that does not gets several in one.
+    """
+
+    text: str
+    """New text. Empty while a character or a possible stop string is incomplete."""
+    token_ids: tuple[int, ...]
+    first_index: int
+    """Place of the first of `token_ids` among the sample's tokens; the prompt does not count."""
+    sample_index: int = 0
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    """One entry a token, if they were asked for."""
+    finish_reason: FinishReason | None = None
+    """Set on the last chunk of a sample."""
+
+
+class Piece(NamedTuple):
+    """One step's part of a sample, on its way to the reader."""
+
+    sample_index: int
+    token: int | None
+    text: str
+    logprob: TokenLogprob | None
+    finish_reason: FinishReason | None
+
+
+class Mailbox:
+    """Pieces between the core and the reader of one request.
+
+    Filled by `push` and `close` on the reader's loop. The counters are read across threads: `num_pushed` is the
+    core's, `num_taken` the reader's.
+    """
+
+    __slots__ = (
+        "_num_tokens",
+        "_pieces",
+        "error",
+        "is_closed",
+        "is_paused",
+        "loop",
+        "num_cached_tokens",
+        "num_prompt_tokens",
+        "num_pushed",
+        "num_taken",
+        "num_unfinished",
+        "waiter",
+    )
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None, num_samples: int = 1) -> None:
+        self.loop = loop
+        self.num_unfinished = num_samples
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_pushed = 0
+        self.num_taken = 0
+        self.is_paused = False
+        self.is_closed = False
+        self.error: DeepInferError | None = None
+        self.waiter: asyncio.Future[None] | None = None
+        self._pieces: deque[Piece] = deque()
+        self._num_tokens: dict[int, int] = {}  # tokens taken of each sample
+
+    def push(self, piece: Piece) -> None:
+        """One more piece for the reader; wakes it."""
+        if self.is_closed:
+            return
+        self._pieces.append(piece)
+        if piece.finish_reason is not None:
+            self.num_unfinished -= 1
+            self.is_closed = self.num_unfinished == 0
+        self.wake()
+
+    def close(self, error: DeepInferError | None) -> None:
+        """Nothing more will come. What is here can still be read; then `error` is raised, if any."""
+        if not self.is_closed:
+            self.is_closed = True
+            self.error = error
+            self.wake()
+
+    def wake(self) -> None:
+        waiter = self.waiter
+        if waiter is not None:
+            self.waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def take(self) -> TokenChunk | None:
+        """Everything that waits for the sample whose piece is oldest, as one chunk."""
+        pieces = self._pieces
+        if not pieces:
+            return None
+        self.num_taken += len(pieces)
+        if len(pieces) == 1:
+            return self._chunk_of_one(pieces.popleft())
+        first = pieces[0].sample_index
+        mine = [piece for piece in pieces if piece.sample_index == first]
+        others = [piece for piece in pieces if piece.sample_index != first] if len(mine) < len(pieces) else ()
+        self._pieces = deque(others)
+        self.num_taken -= len(others)
+        return self._chunk_of_many(mine)
+
+    def _chunk_of_one(self, piece: Piece) -> TokenChunk:
+        sample_index, token, text, logprob, finish_reason = piece
+        first_index = self._num_tokens.get(sample_index, 0)
+        if token is None:
+            return TokenChunk(text, (), first_index, sample_index, None, finish_reason)
+        self._num_tokens[sample_index] = first_index + 1
+        logprobs = None if logprob is None else (logprob,)
+        return TokenChunk(text, (token,), first_index, sample_index, logprobs, finish_reason)
+
+    def _chunk_of_many(self, pieces: Sequence[Piece]) -> TokenChunk:
+        sample_index = pieces[0].sample_index
+        first_index = self._num_tokens.get(sample_index, 0)
+        token_ids = tuple([piece.token for piece in pieces if piece.token is not None])
+        logprobs = tuple([piece.logprob for piece in pieces if piece.logprob is not None])
+        self._num_tokens[sample_index] = first_index + len(token_ids)
+        text = "".join([piece.text for piece in pieces])
+        return TokenChunk(text, token_ids, first_index, sample_index, logprobs or None, pieces[-1].finish_reason)
+
+
+class TokenStream:
+    """The tokens of one request, as an async iterator of `TokenChunk`.
+
+    It was submitted when it was made. It ends when its request does, by `abort()`, by leaving `async with`, when the
+    last reference to it goes away, or when the engine closes. A timed-out or cancelled read loses nothing: the next
+    read goes on where it left off. A stream that is held but not read pauses at a cap of unread tokens, and ends with
+    `SlowConsumer` if it stays there.
+    """
+
+    def __init__(
+        self, request_id: str, mailbox: Mailbox, abort: Callable[[], None], resume: Callable[[], None], low_water: int
+    ) -> None:
+        """`abort` and `resume` must hold no reference to this object; both only enqueue."""
+        self.request_id = request_id
+        self._mailbox = mailbox
+        self._abort = abort
+        self._resume = resume
+        self._low_water = low_water
+        self._is_checked = False
+        finalizer = weakref.finalize(self, _abort_unfinished, mailbox, abort)
+        finalizer.atexit = False
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    async def __anext__(self) -> TokenChunk:
+        """The next chunk. Raises the request's error, if it was refused or failed, after what came before it."""
+        mailbox = self._mailbox
+        while True:
+            chunk = mailbox.take()
+            if chunk is not None:
+                if mailbox.is_paused and mailbox.num_pushed - mailbox.num_taken <= self._low_water:
+                    mailbox.is_paused = False
+                    self._resume()
+                return chunk
+            if mailbox.is_closed:
+                if mailbox.error is not None:
+                    raise mailbox.error
+                raise StopAsyncIteration
+            if not self._is_checked:
+                self._check_loop()
+            if mailbox.waiter is not None and not mailbox.waiter.done():
+                raise RuntimeError("this stream is being read already")
+            mailbox.waiter = waiter = mailbox.loop.create_future()  # type: ignore[union-attr]
+            await waiter
+
+    def _check_loop(self) -> None:
+        if asyncio.get_running_loop() is not self._mailbox.loop:
+            raise WrongLoop("this stream belongs to another event loop than the one that reads it")
+        self._is_checked = True
+
+    async def __aenter__(self) -> TokenStream:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        """End the request, at once and for good; idempotent. A reader that waits gets a last chunk, `abort`."""
+        if not self._mailbox.is_closed:
+            self._abort()
+
+    async def aclose(self) -> None:
+        """`abort`, for those who look for it under this name."""
+        self.abort()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._mailbox.num_prompt_tokens
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that a prefix hit spared; known from the first chunk on."""
+        return self._mailbox.num_cached_tokens
+
+
+def _abort_unfinished(mailbox: Mailbox, abort: Callable[[], None]) -> None:
+    """Runs in any thread, at any point, also inside the core: it may only enqueue."""
+    if not mailbox.is_closed:
+        abort()

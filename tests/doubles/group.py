@@ -1,0 +1,86 @@
+"""A group of fake workers on a virtual clock, with seeded delays, behind the real wire format."""
+
+from __future__ import annotations
+
+import random
+
+from deepinfer.link import LinkListener
+from deepinfer.rank import CacheShape
+from deepinfer_protocol import (
+    AnyMessage,
+    MaskBatch,
+    StepPlan,
+    StepResult,
+    WorkerConfig,
+    decode,
+    encode,
+    wire_version,
+)
+from deepinfer_workers.fake import FakeRunner
+from doubles.clock import VirtualClock
+
+
+def no_masks() -> MaskBatch:
+    raise AssertionError("nobody sent masks")
+
+
+def fake_config(shape: CacheShape, rank: int = 0, num_ranks: int = 1, vocab_size: int = 97) -> WorkerConfig:
+    return WorkerConfig(
+        version=wire_version("test"),
+        endpoint="ipc://nowhere",
+        epoch=0,
+        rank=rank,
+        num_ranks=num_ranks,
+        runner="fake",
+        model="",
+        accelerator="cpu",
+        num_slots=shape.num_slots,
+        block_size=shape.block_size,
+        kv_cache_bytes=0,
+        num_blocks=shape.num_blocks,
+        max_model_len=0,
+        max_batch_positions=1 << 20,
+        batch_invariant=True,
+        num_threads=0,
+        fake_vocab_size=vocab_size,
+    )
+
+
+class SimulatedGroup:
+    """Implements `WorkerLink`. Each rank is a device with a queue; a step takes as long as its slowest rank."""
+
+    def __init__(self, clock: VirtualClock, shape: CacheShape, num_ranks: int, seed: int, vocab_size: int = 97) -> None:
+        self._clock = clock
+        self._random = random.Random(seed)
+        self._runners = [FakeRunner(fake_config(shape, rank, num_ranks, vocab_size)) for rank in range(num_ranks)]
+        self._free_s = [0.0] * num_ranks
+        self._answered_s = [0.0] * num_ranks
+        self._listener: LinkListener | None = None
+        self.padded_positions: dict[int, set[int]] = {}
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self._runners)
+
+    def listen(self, listener: LinkListener) -> None:
+        self._listener = listener
+
+    def close(self) -> None:
+        self._listener = None
+
+    def send(self, rank: int, message: AnyMessage) -> None:
+        plan = decode(encode(message))
+        assert isinstance(plan, StepPlan)
+        self.padded_positions.setdefault(plan.step_id, set()).add(plan.padded_positions)
+        start_s = max(self._clock.time() + self._random.uniform(0, 0.001), self._free_s[rank])
+        self._free_s[rank] = start_s + self._random.uniform(0.001, 0.01)
+        answered_s = max(self._free_s[rank] + self._random.uniform(0, 0.003), self._answered_s[rank])
+        self._answered_s[rank] = answered_s
+        self._clock.call_at(answered_s, lambda: self._answer(rank, plan))
+
+    def _answer(self, rank: int, plan: StepPlan) -> None:
+        runner = self._runners[rank]
+        output = runner.compute(runner.build(plan), no_masks)
+        result = StepResult(plan.epoch, plan.step_id, rank, 0, 0, 0, *output)
+        if self._listener is not None:
+            self._listener.on_message(rank, decode(encode(result)))

@@ -1,0 +1,176 @@
+"""Losslessness in simulation: whatever the schedule, every request gets the tokens of its own prompt and no others."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from array import array
+from typing import NamedTuple
+
+import pytest
+
+from deepinfer.core import CoreConfig, EngineCore
+from deepinfer.rank import CacheShape
+from deepinfer.request import Request
+from deepinfer.scheduler import Scheduler, SchedulerConfig
+from deepinfer.stream import Mailbox, TokenChunk
+from deepinfer_protocol import SlotSampling
+from doubles.clock import VirtualClock
+from doubles.group import SimulatedGroup
+from doubles.oracle import completion
+
+VOCAB_SIZE = 97
+WHOLE = 1 << 20
+
+
+class Case(NamedTuple):
+    overlap: bool
+    chunk: int
+    prefix_cache: bool
+    batch: int
+    preempted: bool
+    seeded: bool
+    num_ranks: int
+
+
+AXES = list(
+    itertools.starmap(
+        Case,
+        itertools.product(
+            (False, True), (1, 7, 64, WHOLE), (False, True), (1, 16), (False, True), (False, True), (1, 2)
+        ),
+    )
+)
+
+
+class Simulation:
+    """One engine core over simulated workers, and the requests that were sent to it."""
+
+    def __init__(self, case: Case, seed: int) -> None:
+        self.case = case
+        self.random = random.Random(seed)
+        self.clock = VirtualClock()
+        self.block_size = self.random.choice((4, 16))
+        shape = self._shape()
+        config = SchedulerConfig(
+            max_batch_tokens=max(self.random.choice((32, 128, 512)), shape.num_slots),
+            prefill_chunk=case.chunk,
+            prefix_cache=case.prefix_cache,
+        )
+        self.scheduler = Scheduler(config, [shape] * case.num_ranks)
+        self.group = SimulatedGroup(self.clock, shape, case.num_ranks, seed, VOCAB_SIZE)
+        self.core = EngineCore(self.scheduler, self.group, self.clock, CoreConfig(overlap=case.overlap))
+        self.requests: list[Request] = []
+        self.chunks: dict[str, list[TokenChunk]] = {}
+
+    def _shape(self) -> CacheShape:
+        """Preempted: slots or blocks for a fraction of what is asked."""
+        if not self.case.preempted:
+            return CacheShape(num_slots=24, num_blocks=2048, block_size=self.block_size)
+        if self.case.batch == 1:
+            return CacheShape(num_slots=1, num_blocks=2048, block_size=self.block_size)
+        return CacheShape(num_slots=24, num_blocks=160 // self.block_size, block_size=self.block_size)
+
+    def request(self, *, priority: int = 0, n: int = 1) -> Request:
+        rand = self.random
+        shared = [7] * rand.choice((0, 0, 9, 33))
+        prompt = array("i", shared + [rand.randrange(VOCAB_SIZE) for _ in range(rand.randint(1, 60))])
+        sampling = [
+            SlotSampling(temperature=1.0, seed=rand.randrange(1 << 62)) if self.case.seeded else SlotSampling()
+            for _ in range(n)
+        ]
+        request = Request(
+            f"r{len(self.requests)}",
+            prompt,
+            sampling,
+            max_length=len(prompt) + rand.randint(1, 40),
+            stop_ids=frozenset(rand.sample(range(VOCAB_SIZE), rand.choice((0, 2)))),
+            priority=priority,
+            user=Mailbox(None, n),
+        )
+        self.requests.append(request)
+        return request
+
+    def submit_at(self, when_s: float, request: Request) -> None:
+        def submit() -> None:
+            request.arrival_s = self.clock.time()
+            self.core.post(self.core.submit, request)
+            self.core.wake()
+
+        self.clock.call_at(when_s, submit)
+
+    def run(self) -> None:
+        integrity_every = self.random.choice((1, 1, 5))
+        for step in itertools.count():
+            if step % integrity_every == 0:
+                self.core.check_integrity()
+            if not self.clock.run_one():
+                break
+        assert self.core.failure is None, self.core.failure
+        assert self.core.is_idle
+        self.core.check_integrity()
+        assert self.scheduler.stats().num_blocks_used == 0
+        assert all(rank.num_free_slots == rank.shape.num_slots for rank in self.scheduler.ranks)
+
+    def outputs(self, request: Request) -> list[tuple[list[int], str | None]]:
+        """Tokens and finish reason of each sample, from the chunks that its reader gets."""
+        tokens: list[list[int]] = [[] for _ in request.samples]
+        reasons: list[str | None] = [None] * len(tokens)
+        while (chunk := request.user.take()) is not None:
+            assert chunk.first_index == len(tokens[chunk.sample_index])
+            tokens[chunk.sample_index] += chunk.token_ids
+            reasons[chunk.sample_index] = chunk.finish_reason
+        return list(zip(tokens, reasons, strict=True))
+
+    def wanted(self, request: Request) -> list[tuple[list[int], str]]:
+        return [
+            completion(request.prompt, sampling, request.max_length, request.stop_ids, VOCAB_SIZE)
+            for sampling in request.sampling
+        ]
+
+
+def simulate(case: Case, seed: int) -> Simulation:
+    simulation = Simulation(case, seed)
+    for _ in range(case.batch):
+        n = simulation.random.choice((1, 1, 1, 3)) if case.batch > 1 else 1
+        simulation.submit_at(simulation.random.uniform(0, 0.1), simulation.request(n=n))
+    if case.preempted and case.batch == 1:
+        for _ in range(4 * case.num_ranks):
+            simulation.submit_at(simulation.random.uniform(0, 0.2), simulation.request(priority=-100))
+    simulation.run()
+    return simulation
+
+
+def check(case: Case, seed: int) -> int:
+    """Run one case. Returns how many preemptions it saw."""
+    simulation = simulate(case, seed)
+    for request in simulation.requests:
+        assert simulation.outputs(request) == simulation.wanted(request), f"{case=} {seed=} {request.request_id=}"
+    assert all(len(sizes) == 1 for sizes in simulation.group.padded_positions.values())
+    return simulation.scheduler.stats().num_preempted
+
+
+CASES_PER_POINT = 8
+
+
+@pytest.mark.parametrize("part", range(16))
+def test_every_schedule_gives_the_same_tokens(part: int) -> None:
+    """256 points of the matrix, eight seeds each: 2,048 cases."""
+    num_preempted = 0
+    for index, case in enumerate(AXES):
+        if index // 16 == part:
+            for seed in range(CASES_PER_POINT):
+                count = check(case, seed=1000 * index + seed)
+                assert case.preempted or count == 0
+                num_preempted += count
+    assert num_preempted > 50, "the preempted cases hardly preempt"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(16))
+def test_every_schedule_gives_the_same_tokens_at_length(part: int) -> None:
+    for index, case in enumerate(AXES):
+        if index // 16 == part:
+            for seed in range(80):
+                check(case, seed=1_000_000 + 1000 * index + seed)

@@ -1,0 +1,197 @@
+"""A worker without a model: every token is a hash of all tokens before it, read from a KV cache that checks itself.
+
+The KV row of a position is stamped with (token, position) and carries the hash of the prefix that ends there. A read
+asserts every stamp, so a block that was freed too early, shared wrongly or evicted under a reader is found at the
+step that reads it. Knows nothing of torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from deepinfer_protocol import (
+    MaskBatch,
+    ProtocolError,
+    Ready,
+    RowFlag,
+    SlotAdmit,
+    SlotSampling,
+    StepPlan,
+    WorkerConfig,
+    pack_int32,
+    split_columns,
+    unpack_int32,
+)
+from deepinfer_workers.runner import StepOutput
+
+_MASK64: Final = (1 << 64) - 1
+_FNV_OFFSET: Final = 0xCBF29CE484222325
+_FNV_PRIME: Final = 0x100000001B3
+_DEFAULT_NUM_BLOCKS: Final = 65_536
+
+
+class FakeBatch(NamedTuple):
+    """A decoded plan, and when the device's queue got it."""
+
+    plan: StepPlan
+    columns: list[tuple[int, int, int, int]]
+    arrived_s: float
+
+
+class _Slot:
+    """What the device knows of one sequence."""
+
+    __slots__ = ("blocks", "generation", "length", "sampling", "stop_ids", "tokens")
+
+    def __init__(self, admit: SlotAdmit) -> None:
+        self.generation = admit.generation
+        self.tokens = list(unpack_int32(admit.tokens))
+        self.length = admit.length
+        self.blocks = list(unpack_int32(admit.block_ids))
+        self.sampling: SlotSampling = admit.sampling
+        self.stop_ids = frozenset(unpack_int32(admit.sampling.stop_ids))
+
+
+class FakeKV:
+    """Stamps and prefix hashes by block and offset."""
+
+    def __init__(self, block_size: int, check_stamps: bool) -> None:
+        self._block_size = block_size
+        self._check_stamps = check_stamps
+        self._stamps: dict[int, list[tuple[int, int]]] = {}
+        self._hashes: dict[int, list[int]] = {}
+
+    def write(self, block: int, offset: int, stamp: tuple[int, int], prefix_hash: int) -> None:
+        stamps = self._stamps.setdefault(block, [])
+        hashes = self._hashes.setdefault(block, [])
+        del stamps[offset:], hashes[offset:]  # what follows belongs to an older owner
+        if len(stamps) != offset:
+            raise AssertionError(f"block {block}: offset {offset} written after {len(stamps)} rows")
+        stamps.append(stamp)
+        hashes.append(prefix_hash)
+
+    def read(self, blocks: list[int], tokens: list[int], length: int) -> int:
+        """The hash of the first `length` tokens, after a check of all their stamps."""
+        if length == 0:
+            return _FNV_OFFSET
+        size = self._block_size
+        if self._check_stamps:
+            for index in range(-(-length // size)):
+                start, stop = index * size, min((index + 1) * size, length)
+                wanted = [(tokens[position], position) for position in range(start, stop)]
+                found = self._stamps.get(blocks[index], [])[: stop - start]
+                if found != wanted:
+                    raise AssertionError(f"block {blocks[index]} holds {found}, {wanted} was expected")
+        return self._hashes[blocks[(length - 1) // size]][(length - 1) % size]
+
+
+class FakeRunner:
+    """Implements `Runner`. With `fake_step_s` a step takes that long, counted from the deadline of the step before."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._slots: dict[int, _Slot] = {}
+        self._kv = FakeKV(config.block_size, config.fake_check_stamps)
+        self._num_blocks = config.num_blocks or _DEFAULT_NUM_BLOCKS
+        self._deadline_s = 0.0
+
+    def load(self, report: Callable[[int, int], None]) -> Ready:
+        config = self._config
+        report(1, 1)
+        return Ready(
+            epoch=config.epoch,
+            rank=config.rank,
+            vocab_size=config.fake_vocab_size,
+            max_model_len=config.max_model_len or 32_768,
+            num_slots=config.num_slots,
+            num_blocks=self._num_blocks,
+            block_size=config.block_size,
+            block_bytes=0,
+            slot_bytes=0,
+            replay_tokens=0,
+            weights_version="fake",
+            device="none",
+        )
+
+    def build(self, plan: StepPlan) -> FakeBatch:
+        return FakeBatch(plan, list(zip(*split_columns(plan.rows, 4), strict=True)), time.monotonic())
+
+    def run(self, batch: FakeBatch, wait_for_masks: Callable[[], MaskBatch]) -> StepOutput:
+        output = self.compute(batch, wait_for_masks)
+        if self._config.fake_step_s:
+            self._deadline_s = max(self._deadline_s, batch.arrived_s) + self._config.fake_step_s
+            time.sleep(max(self._deadline_s - time.monotonic(), 0.0))
+        return output
+
+    def compute(self, batch: FakeBatch, wait_for_masks: Callable[[], MaskBatch]) -> StepOutput:
+        """The step without its duration."""
+        self._take_deltas(batch.plan)
+        hashes = [self._forward(slot, generation, num) for slot, generation, num, _ in batch.columns]
+        waits = any(flags & RowFlag.WAITS_FOR_MASK for *_, flags in batch.columns)
+        masks = _masks_by_slot(wait_for_masks()) if waits else {}
+        tokens: list[int] = []
+        logprob_ids: list[int] = []
+        num_tokens: list[int] = []
+        for (slot, _, _, flags), prefix_hash in zip(batch.columns, hashes, strict=True):
+            num_tokens.append(1 if flags & RowFlag.SAMPLE else 0)
+            if flags & RowFlag.SAMPLE:
+                state = self._slots[slot]
+                mask = masks[slot] if flags & RowFlag.WAITS_FOR_MASK else None
+                token = self._sample(state, prefix_hash, mask)
+                state.tokens.append(token)
+                tokens.append(token)
+                logprob_ids += [token] * (state.sampling.num_logprobs + 1)
+        slots, generations, _, _ = split_columns(batch.plan.rows, 4)
+        lengths = [self._slots[slot].length for slot in slots]
+        rows = pack_int32(slots + generations) + pack_int32(lengths + num_tokens)
+        return StepOutput(rows, pack_int32(tokens), pack_int32(logprob_ids), bytes(4 * len(logprob_ids)))
+
+    def _take_deltas(self, plan: StepPlan) -> None:
+        for slot in unpack_int32(plan.retired):
+            self._slots.pop(slot, None)
+        for admit in plan.admits:
+            if admit.slot in self._slots:
+                raise ProtocolError(f"slot {admit.slot} is admitted twice")
+            self._slots[admit.slot] = _Slot(admit)
+        for slot, block in zip(*split_columns(plan.appends, 2), strict=True):
+            self._slots[slot].blocks.append(block)
+
+    def _forward(self, slot: int, generation: int, num_positions: int) -> int:
+        """Write the KV rows of the next positions. Returns the hash of the prefix that they end."""
+        state = self._slots.get(slot)
+        if state is None or state.generation != generation:
+            raise ProtocolError(f"slot {slot} does not hold generation {generation}")
+        size = self._config.block_size
+        prefix_hash = self._kv.read(state.blocks, state.tokens, state.length)
+        for position in range(state.length, state.length + num_positions):
+            token = state.tokens[position]
+            prefix_hash = ((prefix_hash ^ (token + 1)) * _FNV_PRIME) & _MASK64
+            self._kv.write(state.blocks[position // size], position % size, (token, position), prefix_hash)
+        state.length += num_positions
+        return prefix_hash
+
+    def _sample(self, state: _Slot, prefix_hash: int, mask: int | None) -> int:
+        """A function of the prefix and, above temperature 0, of the seed."""
+        vocab_size = self._config.fake_vocab_size
+        if state.sampling.temperature > 0:
+            prefix_hash ^= state.sampling.seed
+        mixed = ((prefix_hash ^ (prefix_hash >> 29)) * 0xBF58476D1CE4E5B9) & _MASK64
+        token = (mixed >> 24) % vocab_size
+        banned = state.stop_ids if state.length + 1 <= state.sampling.min_length else frozenset()
+        for candidate in range(token, token + vocab_size):
+            choice = candidate % vocab_size
+            if choice not in banned and (mask is None or (mask >> choice) & 1):
+                return choice
+        return token
+
+
+def _masks_by_slot(masks: MaskBatch) -> dict[int, int]:
+    """The mask of each slot as one integer, bit `t` for token `t`."""
+    slots = unpack_int32(masks.slots)
+    width = len(masks.bits) // max(len(slots), 1)
+    return {
+        slot: int.from_bytes(masks.bits[index * width : (index + 1) * width], "little")
+        for index, slot in enumerate(slots)
+    }

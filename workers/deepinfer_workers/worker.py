@@ -1,0 +1,201 @@
+"""The shell of a worker process: plans in, results out, one thread for the host and one for the device.
+
+    host thread     receive, decode, build batch N+1      send result N
+    device thread                 run batch N  ───────────────┘
+
+Knows nothing of models: a `Runner` computes the steps.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections import deque
+from queue import SimpleQueue
+from typing import Any
+
+import zmq
+
+from deepinfer_protocol import (
+    AnyMessage,
+    Fault,
+    Hello,
+    MaskBatch,
+    Progress,
+    ProtocolError,
+    Shutdown,
+    StepPlan,
+    StepResult,
+    WorkerConfig,
+    decode,
+    encode,
+)
+from deepinfer_protocol.limits import MAX_MESSAGE_BYTES, MAX_TEXT_BYTES
+from deepinfer_workers.runner import Runner, WorkerFault
+
+_SEND_TIMEOUT_MS = 2000
+
+
+class Worker:
+    """One rank. `serve` returns when the engine says so; a fault is told to the engine and raised."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, f"{config.epoch}:{config.rank}".encode())
+        self._socket.setsockopt(zmq.LINGER, _SEND_TIMEOUT_MS)
+        self._socket.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT_MS)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.connect(config.endpoint)
+        self._send(Hello(version=config.version, epoch=config.epoch, rank=config.rank, pid=os.getpid()))
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+    def fault(self, code: str, text: str) -> None:
+        """The last word before the process ends."""
+        config = self._config
+        self._send(Fault(epoch=config.epoch, rank=config.rank, code=code, text=text[:MAX_TEXT_BYTES]))
+
+    def serve(self, runner: Runner[Any]) -> None:
+        """Load, then answer plans. Raises `WorkerFault`, `ProtocolError`, or what the runner raises."""
+        self._send(runner.load(self._report))
+        device = _Device(runner, self._config)
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(device.wakeup.fileno(), zmq.POLLIN)
+        while True:
+            poller.poll()
+            for frame in device.take_frames():
+                self._socket.send(frame)
+            if not self._receive(runner, device):
+                device.stop()
+                for frame in device.take_frames():
+                    self._socket.send(frame)
+                return
+
+    def _receive(self, runner: Runner[Any], device: _Device) -> bool:
+        """Take in what has arrived. False after `Shutdown`."""
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            arrived = time.perf_counter_ns()
+            if len(frames) != 1:
+                raise ProtocolError(f"a message of {len(frames)} frames")
+            message = decode(frames[0])
+            if isinstance(message, Shutdown):
+                return False
+            if isinstance(message, StepPlan):
+                self._check(message.epoch, message.rank)
+                batch = runner.build(message)
+                device.put(_Job(message.step_id, batch, (time.perf_counter_ns() - arrived) // 1000))
+            elif isinstance(message, MaskBatch):
+                self._check(message.epoch, message.rank)
+                device.masks.put(message)
+            else:
+                raise ProtocolError(f"a worker is not sent {type(message).__name__}")
+
+    def _check(self, epoch: int, rank: int) -> None:
+        if (epoch, rank) != (self._config.epoch, self._config.rank):
+            raise ProtocolError(f"a message for epoch {epoch}, rank {rank}")
+
+    def _report(self, done: int, total: int) -> None:
+        self._send(Progress(epoch=self._config.epoch, rank=self._config.rank, done=done, total=total))
+
+    def _send(self, message: AnyMessage) -> None:
+        self._socket.send(encode(message))
+
+
+class _Job:
+    """A batch on its way to the device."""
+
+    __slots__ = ("arrived_ns", "batch", "host_us", "step_id")
+
+    def __init__(self, step_id: int, batch: Any, host_us: int) -> None:
+        self.step_id = step_id
+        self.batch = batch
+        self.host_us = host_us
+        self.arrived_ns = time.perf_counter_ns()
+
+
+class _Device:
+    """The device's queue and the thread that empties it. Results come back as frames, announced by `wakeup`."""
+
+    def __init__(self, runner: Runner[Any], config: WorkerConfig) -> None:
+        self.masks: SimpleQueue[MaskBatch] = SimpleQueue()
+        self.wakeup, self._bell = socket.socketpair()
+        self.wakeup.setblocking(False)
+        self._bell.setblocking(False)
+        self._runner = runner
+        self._config = config
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._frames: deque[bytes] = deque()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
+        self._thread.start()
+
+    def put(self, job: _Job) -> None:
+        self._jobs.put(job)
+
+    def stop(self) -> None:
+        """Finish what is queued."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def take_frames(self) -> list[bytes]:
+        """Results that are ready. Raises what the runner raised."""
+        try:
+            self.wakeup.recv(4096)
+        except BlockingIOError:
+            pass
+        if self._error is not None:
+            raise self._error
+        frames: list[bytes] = []
+        while self._frames:
+            frames.append(self._frames.popleft())
+        return frames
+
+    def _run(self) -> None:
+        try:
+            ended_ns = time.perf_counter_ns()
+            while (job := self._jobs.get()) is not None:
+                idle_ns = max(job.arrived_ns - ended_ns, 0)
+                ended_ns = self._run_one(job, idle_ns)
+        except BaseException as error:  # told to the engine by the host thread
+            self._error = error
+            self._ring()
+
+    def _run_one(self, job: _Job, idle_ns: int) -> int:
+        started_ns = time.perf_counter_ns()
+        output = self._runner.run(job.batch, self.masks.get)
+        ended_ns = time.perf_counter_ns()
+        result = StepResult(
+            epoch=self._config.epoch,
+            step_id=job.step_id,
+            rank=self._config.rank,
+            host_us=job.host_us,
+            device_us=(ended_ns - started_ns) // 1000,
+            idle_us=min(idle_ns // 1000, 2**31 - 1),
+            rows=output.rows,
+            tokens=output.tokens,
+            logprob_ids=output.logprob_ids,
+            logprobs=output.logprobs,
+        )
+        self._frames.append(encode(result))
+        self._ring()
+        return ended_ns
+
+    def _ring(self) -> None:
+        try:
+            self._bell.send(b"\0")
+        except BlockingIOError:
+            pass  # it rings already
+
+
+__all__ = ["Worker", "WorkerFault"]
