@@ -1,1 +1,67 @@
-"""DeepInfer: an asynchronous streaming runtime for large language models."""
+"""DeepInfer: an asynchronous streaming runtime for large language models.
+
+async with Engine("smollm2-135m") as engine:
+    async for tok in engine.stream("The capital of France is", SamplingParams(max_tokens=32)):
+        print(tok.text, end="", flush=True)
+"""
+
+from deepinfer_protocol import SamplingParams
+
+from deepinfer.config import EngineConfig
+from deepinfer.engine import Engine, EngineStats
+from deepinfer.errors import (
+    ConfigError,
+    ContextLengthExceeded,
+    DeepInferError,
+    DuplicateRequestId,
+    EngineClosed,
+    EngineError,
+    ForkedEngine,
+    InvalidRequest,
+    ModelError,
+    ModelFileError,
+    Overloaded,
+    SlowConsumer,
+    UnknownModel,
+    UnsupportedModel,
+    WorkerLost,
+    WorkerStartError,
+    WrongLoop,
+)
+from deepinfer.result import Completion, Sample
+from deepinfer.stream import Logprob, TokenChunk, TokenLogprob, TokenStream
+from deepinfer.sync import SyncEngine, SyncStream
+from deepinfer.version import VERSION as __version__
+
+__all__ = [
+    "Completion",
+    "ConfigError",
+    "ContextLengthExceeded",
+    "DeepInferError",
+    "DuplicateRequestId",
+    "Engine",
+    "EngineClosed",
+    "EngineConfig",
+    "EngineError",
+    "EngineStats",
+    "ForkedEngine",
+    "InvalidRequest",
+    "Logprob",
+    "ModelError",
+    "ModelFileError",
+    "Overloaded",
+    "Sample",
+    "SamplingParams",
+    "SlowConsumer",
+    "SyncEngine",
+    "SyncStream",
+    "TokenChunk",
+    "TokenLogprob",
+    "TokenStream",
+    "UnknownModel",
+    "UnsupportedModel",
+    "WorkerLost",
+    "WorkerStartError",
+    "WrongLoop",
+    "__version__",
+]

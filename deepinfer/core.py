@@ -12,6 +12,7 @@ from collections.abc import Callable
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
+from deepinfer_protocol import AnyMessage, StepResult
 from msgspec import Struct
 
 from deepinfer.errors import DeepInferError, EngineClosed, SlowConsumer, WorkerLost
@@ -20,7 +21,6 @@ from deepinfer.output import OutputText
 from deepinfer.request import FinishReason, Request, Sequence
 from deepinfer.scheduler import Emission, Scheduler, Step, TokenLogprobs
 from deepinfer.stream import Logprob, Mailbox, Piece, TokenLogprob
-from deepinfer_protocol import AnyMessage, StepResult
 
 
 class Timer(Protocol):
@@ -126,6 +126,11 @@ class EngineCore:
         if self.scheduler.requests.get(request.request_id) is request:
             self._emit_ends(self.scheduler.finish_request(request, "abort", self._clock.time()))
 
+    def end_unsubmitted(self, mailbox: Mailbox, num_samples: int) -> None:
+        """The end of a request that was aborted before it was one."""
+        for index in range(num_samples):
+            self._outbox.append(Delivery(mailbox, Piece(index, None, "", None, "abort"), None))
+
     def abort_id(self, request_id: str) -> None:
         request = self.scheduler.requests.get(request_id)
         if request is not None:
@@ -222,19 +227,28 @@ class EngineCore:
             text = ""
             output: OutputText | None = seq.user
             if output is not None:
-                if reason != "stop":
-                    text = output.push(token)
-                    if output.has_stopped and reason != "stop":
-                        reason = "stop"
-                        self.scheduler.finish(seq, "stop", self._clock.time())
-                if reason is not None:
-                    text += output.flush()
-            logprob = None if logprobs is None else _readable(logprobs)
+                text, reason = self._text_of(seq, output, token, reason)
             mailbox: Mailbox = seq.request.user
+            if reason is not None:
+                mailbox.num_cached_tokens = seq.request.num_cached_tokens
+            logprob = None if logprobs is None else _readable(logprobs)
             outbox.append(Delivery(mailbox, Piece(seq.sample_index, token, text, logprob, reason), None))
             mailbox.num_pushed += 1
             if mailbox.num_pushed - mailbox.num_taken >= cap and not seq.request.is_paused:
                 self._pause(seq.request, mailbox)
+
+    def _text_of(
+        self, seq: Sequence, output: OutputText, token: int | None, reason: FinishReason | None
+    ) -> tuple[str, FinishReason | None]:
+        """The text of one more token; a token that ends its sample has none. A stop string may be the end."""
+        text = ""
+        if token is not None and reason != "stop":
+            text = output.push(token)
+            if output.has_stopped and reason is None:
+                self.scheduler.finish(seq, "stop", self._clock.time())
+            if output.has_stopped:
+                reason = "stop"
+        return (text, None) if reason is None else (text + output.flush(), reason)
 
     def _emit_ends(self, emissions: list[Emission]) -> None:
         """Samples that end without a token of their own."""

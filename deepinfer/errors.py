@@ -1,22 +1,22 @@
 """Every error that a user can meet, with a stable `code`. Knows nothing of where they are raised.
 
-    DeepInferError
-    ├── InvalidRequest                refused before the core sees it; names the field and the limit
-    │   ├── ContextLengthExceeded
-    │   └── DuplicateRequestId
-    ├── Overloaded                    refused for now; says when to come back
-    ├── SlowConsumer                  the stream was held but not read for too long
-    ├── ModelError                    the model cannot be served
-    │   ├── UnknownModel
-    │   ├── ModelFileError            names the file
-    │   └── UnsupportedModel
-    ├── ConfigError                   a setting of the engine
-    └── EngineError
-        ├── WorkerLost                a worker died, hung or drifted
-        ├── WorkerStartError          a worker could not start
-        ├── EngineClosed
-        ├── WrongLoop
-        └── ForkedEngine
+DeepInferError
+├── InvalidRequest                refused before the core sees it; names the field and the limit
+│   ├── ContextLengthExceeded
+│   └── DuplicateRequestId
+├── Overloaded                    refused for now; says when to come back
+├── SlowConsumer                  the stream was held but not read for too long
+├── ModelError                    the model cannot be served
+│   ├── UnknownModel
+│   ├── ModelFileError            names the file
+│   └── UnsupportedModel
+├── ConfigError                   a setting of the engine
+└── EngineError
+    ├── WorkerLost                a worker died, hung or drifted
+    ├── WorkerStartError          a worker could not start
+    ├── EngineClosed
+    ├── WrongLoop
+    └── ForkedEngine
 """
 
 from __future__ import annotations

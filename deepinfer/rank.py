@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+from deepinfer_protocol import RowFlag, SlotAdmit, StepPlan, pack_int32
 from msgspec import Struct
 
 from deepinfer.blocks import BlockPool
 from deepinfer.prefix import chain_root, extend_chain
 from deepinfer.release import DeferredRelease
 from deepinfer.request import Sequence, State
-from deepinfer_protocol import RowFlag, SlotAdmit, StepPlan, pack_int32
 
 
 class CacheShape(Struct, frozen=True):
@@ -293,9 +293,7 @@ class Rank:
         return True
 
     def _is_block_on_its_way(self) -> bool:
-        return any(
-            self.pool.num_owners(block) == count for block, count in Counter(self.release.block_ids()).items()
-        )
+        return any(self.pool.num_owners(block) == count for block, count in Counter(self.release.block_ids()).items())
 
     def publish(self, seq: Sequence) -> None:
         """Let others adopt the blocks of `seq` that are full of known tokens and computed by steps sent so far."""

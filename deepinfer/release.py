@@ -34,9 +34,7 @@ class DeferredRelease:
         self._order = 0
         self._applied = -1
 
-    def release(
-        self, fence: int, slot: int, block_ids: list[int], then: Callable[[], None] | None = None
-    ) -> None:
+    def release(self, fence: int, slot: int, block_ids: list[int], then: Callable[[], None] | None = None) -> None:
         """Give `slot` and `block_ids` back, now or when step `fence` has been applied."""
         if fence <= self._applied:
             self._finish(Held(fence, 0, slot, block_ids, then))

@@ -13,12 +13,12 @@ from itertools import count
 from math import inf
 from typing import NamedTuple
 
+from deepinfer_protocol import StepResult, split_columns, unpack_float32, unpack_int32
 from msgspec import Struct
 
 from deepinfer.errors import DuplicateRequestId, Overloaded, WorkerLost
 from deepinfer.rank import CacheShape, Rank, RankStep
 from deepinfer.request import FinishReason, Request, Sequence, State
-from deepinfer_protocol import StepResult, split_columns, unpack_float32, unpack_int32
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True):
@@ -110,7 +110,9 @@ class Scheduler:
     def _check_load(self, num_tokens: int) -> None:
         config = self.config
         if self._num_waiting >= config.max_queued_requests:
-            raise Overloaded(f"{self._num_waiting} requests wait, the limit is {config.max_queued_requests}", self._wait_s())
+            raise Overloaded(
+                f"{self._num_waiting} requests wait, the limit is {config.max_queued_requests}", self._wait_s()
+            )
         if self._num_queued_tokens + num_tokens > config.max_queued_tokens and self._num_waiting:
             raise Overloaded(
                 f"{self._num_queued_tokens} prompt tokens wait, the limit is {config.max_queued_tokens}", self._wait_s()
@@ -406,5 +408,7 @@ def _describe_drift(step_id: int, rank: int, expected: RankStep, result: StepRes
     if len(wanted) != len(came):
         return f"step {step_id}, rank {rank}: {len(wanted)} rows were planned, {len(came)} came back"
     index = next(i for i, (a, b) in enumerate(zip(wanted, came, strict=True)) if a != b)
-    told = ", ".join(f"{n} {a} expected, {b} came" for n, a, b in zip(names, wanted[index], came[index], strict=True) if a != b)
+    told = ", ".join(
+        f"{n} {a} expected, {b} came" for n, a, b in zip(names, wanted[index], came[index], strict=True) if a != b
+    )
     return f"step {step_id}, rank {rank}, row {index}: the worker's state has drifted: {told}"

@@ -231,7 +231,7 @@ class TokenStream:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens that a prefix hit spared; known from the first chunk on."""
+        """Prompt tokens that a prefix hit spared; known at the end."""
         return self._mailbox.num_cached_tokens
 
 

@@ -90,7 +90,7 @@ class SlotAdmit(Struct, frozen=True, array_like=True, forbid_unknown_fields=True
     sampling: SlotSampling
 
 
-class Hello(Message, tag=1):
+class Hello(Message, frozen=True, tag=1):
     """First word of a worker: who it is and what it speaks."""
 
     version: ShortText
@@ -99,7 +99,7 @@ class Hello(Message, tag=1):
     pid: Count
 
 
-class Ready(Message, tag=2):
+class Ready(Message, frozen=True, tag=2):
     """The model is loaded; what it can hold. The engine's only source for these figures."""
 
     epoch: Int64
@@ -119,7 +119,7 @@ class Ready(Message, tag=2):
     """For people: what the model runs on."""
 
 
-class Progress(Message, tag=8):
+class Progress(Message, frozen=True, tag=8):
     """Loading goes on: `done` of `total` bytes of weights."""
 
     epoch: Int64
@@ -128,7 +128,7 @@ class Progress(Message, tag=8):
     total: Int64
 
 
-class Fault(Message, tag=6):
+class Fault(Message, frozen=True, tag=6):
     """The worker cannot go on. It exits after this message."""
 
     epoch: Int64
@@ -138,13 +138,13 @@ class Fault(Message, tag=6):
     text: Text
 
 
-class Shutdown(Message, tag=7):
+class Shutdown(Message, frozen=True, tag=7):
     """Finish the steps at hand, answer them, exit with 0."""
 
     epoch: Int64
 
 
-class StepPlan(Message, tag=3):
+class StepPlan(Message, frozen=True, tag=3):
     """What one rank does in one step: a delta against everything sent before.
 
     Applied in this order: retire, admit, append blocks, run the rows.
@@ -164,7 +164,7 @@ class StepPlan(Message, tag=3):
     """int32 LE, four columns of equal length: slots, generations, positions of the row, flags (`RowFlag`)."""
 
 
-class MaskBatch(Message, tag=4):
+class MaskBatch(Message, frozen=True, tag=4):
     """Masks for the rows of a step that wait for one."""
 
     epoch: Int64
@@ -176,7 +176,7 @@ class MaskBatch(Message, tag=4):
     """One bit a token, least significant first, ceil(vocab / 32) little-endian words a slot; 1 is allowed."""
 
 
-class StepResult(Message, tag=5):
+class StepResult(Message, frozen=True, tag=5):
     """What one rank did in one step: for every row of the plan, in its order."""
 
     epoch: Int64
@@ -263,4 +263,3 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     fake_vocab_size: Annotated[int, Meta(ge=2, le=INT32_MAX)] = 32_000
     fake_check_stamps: bool = True
     """Fake runner only: assert the (token, position) stamp of every KV row at every read."""
-

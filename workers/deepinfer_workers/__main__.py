@@ -17,6 +17,7 @@ import threading
 from typing import Any
 
 from deepinfer_protocol import ProtocolError, WorkerConfig, config_length, decode_config
+
 from deepinfer_workers.runner import Runner, WorkerFault
 from deepinfer_workers.worker import Worker
 
@@ -60,7 +61,9 @@ def _make_runner(config: WorkerConfig) -> Runner[Any]:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise WorkerFault("unsupported_model", "torch is not installed: pip install 'deepinfer-runtime[worker]'") from None
+        raise WorkerFault(
+            "unsupported_model", "torch is not installed: pip install 'deepinfer-runtime[worker]'"
+        ) from None
     runner = ModelRunner(config)
     gc.freeze()  # what the imports left behind is not looked at again
     return runner

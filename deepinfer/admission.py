@@ -1,0 +1,212 @@
+"""What may become a request: every field checked against the model and its limits before the core hears of it.
+
+Pure. A refusal is `InvalidRequest` (or `ContextLengthExceeded`): it names the field, what came and what is allowed.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from array import array
+from collections.abc import Sequence
+from typing import Any, Final
+
+from deepinfer_protocol import SamplingParams, SlotSampling, pack_int32
+from deepinfer_protocol.limits import MAX_LOGPROBS, MAX_STOP_IDS
+from msgspec import Struct
+
+from deepinfer.errors import ContextLengthExceeded, InvalidRequest
+
+MAX_SAMPLES: Final = 128
+MAX_STOP_STRINGS: Final = 64
+MAX_STOP_CHARACTERS: Final = 1024
+MAX_PRIORITY: Final = 1_000_000
+MAX_TEMPERATURE: Final = 100.0
+MAX_TIMEOUT_S: Final = 1e9
+SEED_BITS: Final = 63
+_REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_SAMPLE_STRIDE: Final = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the samples of one seed
+
+
+class ModelLimits(Struct, frozen=True):
+    """What the loaded model and its caches allow; the same on every rank."""
+
+    vocab_size: int
+    max_model_len: int
+    """Tokens of a sequence, prompt included."""
+    max_cached_tokens: int
+    """Tokens that the KV cache of a rank can hold."""
+    eos_token_ids: tuple[int, ...]
+    has_tokenizer: bool
+
+    @property
+    def max_length(self) -> int:
+        return min(self.max_model_len, self.max_cached_tokens)
+
+
+class Admitted(Struct, frozen=True):
+    """Checked sampling parameters, in the words of the scheduler and the device."""
+
+    max_length: int
+    sampling: list[SlotSampling]
+    stop_ids: frozenset[int]
+    stop_strings: tuple[str, ...]
+
+
+def check_params(params: Any, limits: ModelLimits) -> SamplingParams:
+    """`params` with every field in its bounds, whatever the prompt. Raises `InvalidRequest`."""
+    if params is None:
+        params = SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequest("params", f"a {type(params).__name__} came, SamplingParams is expected")
+    if params.max_tokens is not None:
+        _check_int("max_tokens", params.max_tokens, 1, 2**31 - 1)
+    _check_int("min_tokens", params.min_tokens, 0, limits.max_length)
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise InvalidRequest("min_tokens", f"{params.min_tokens}, more than max_tokens {params.max_tokens}")
+    _check_float("temperature", params.temperature, 0.0, MAX_TEMPERATURE)
+    _check_float("top_p", params.top_p, 0.0, 1.0)
+    if params.top_p == 0:
+        raise InvalidRequest("top_p", "0.0, more than 0 is expected")
+    _check_int("top_k", params.top_k, -1, 2**31 - 1)
+    _check_int("n", params.n, 1, MAX_SAMPLES)
+    if params.logprobs is not None:
+        _check_int("logprobs", params.logprobs, 0, min(MAX_LOGPROBS, limits.vocab_size))
+    if params.seq_seed is not None:
+        _check_int("seq_seed", params.seq_seed, 0, 2**SEED_BITS - 1)
+    for field in ("ignore_eos", "skip_special_tokens", "detokenize"):
+        if not isinstance(getattr(params, field), bool):
+            raise InvalidRequest(field, f"{getattr(params, field)!r}, True or False is expected")
+    _check_stop_ids(params.stop_token_ids, limits.vocab_size)
+    _check_stop_strings(params, limits)
+    return params
+
+
+def check_token_ids(prompt: Any, limits: ModelLimits) -> array[int]:
+    """The prompt's ids as int32. Raises `InvalidRequest` for ids that the model does not have."""
+    if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, (Sequence, array)):
+        raise InvalidRequest("prompt", f"a {type(prompt).__name__} came, text or a sequence of token ids is expected")
+    if len(prompt) >= limits.max_length:
+        raise _too_long(len(prompt), limits)
+    try:
+        ids = array("i", prompt)
+    except (TypeError, OverflowError):
+        raise InvalidRequest("prompt", f"every token id must be an integer of 0 to {limits.vocab_size - 1}") from None
+    if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
+        wrong = next(token for token in ids if not 0 <= token < limits.vocab_size)
+        raise InvalidRequest("prompt", f"token id {wrong} is not in the vocabulary of 0 to {limits.vocab_size - 1}")
+    return ids
+
+
+def admit(params: SamplingParams, num_prompt: int, limits: ModelLimits) -> Admitted:
+    """Checked `params` for a prompt of this many tokens. Raises `InvalidRequest`, `ContextLengthExceeded`."""
+    if num_prompt == 0:
+        raise InvalidRequest("prompt", "is empty, at least one token is expected")
+    if num_prompt >= limits.max_length:
+        raise _too_long(num_prompt, limits)
+    wanted = limits.max_length if params.max_tokens is None else num_prompt + params.max_tokens
+    if wanted > limits.max_length:
+        raise ContextLengthExceeded(
+            "max_tokens",
+            f"{num_prompt} prompt tokens and {params.max_tokens} new ones are {wanted}, at most {limits.max_length} fit",
+        )
+    stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else limits.eos_token_ids)
+    sampling = SlotSampling(
+        temperature=float(params.temperature),
+        top_p=float(params.top_p),
+        top_k=max(params.top_k, 0),
+        min_length=num_prompt + params.min_tokens if params.min_tokens else 0,
+        stop_ids=pack_int32(sorted(stop_ids)) if params.min_tokens else b"",
+        num_logprobs=-1 if params.logprobs is None else params.logprobs,
+    )
+    return Admitted(
+        max_length=wanted,
+        sampling=[_with_seed(sampling, seed) for seed in _sample_seeds(params)],
+        stop_ids=stop_ids,
+        stop_strings=(params.stop,) if isinstance(params.stop, str) else tuple(params.stop),
+    )
+
+
+def check_request_id(request_id: Any) -> str:
+    if not isinstance(request_id, str) or not _REQUEST_ID.fullmatch(request_id):
+        raise InvalidRequest(
+            "request_id", f"{str(request_id)[:40]!r}, 1 to 128 characters of A-Z a-z 0-9 _ . : - are expected"
+        )
+    return request_id
+
+
+def check_priority(priority: Any) -> int:
+    _check_int("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
+    return int(priority)
+
+
+def check_timeout(field: str, timeout_s: Any) -> float:
+    """Seconds; `None` is for ever."""
+    if timeout_s is None:
+        return math.inf
+    _check_float(field, timeout_s, 0.0, MAX_TIMEOUT_S)
+    return float(timeout_s)
+
+
+def _check_int(field: str, value: Any, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise InvalidRequest(field, f"{value!r:.40}, an integer of {low} to {high} is expected")
+
+
+def _check_float(field: str, value: Any, low: float, high: float) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+        raise InvalidRequest(field, f"{value!r:.40}, a number of {low} to {high} is expected")
+
+
+def _check_stop_ids(stop_ids: Any, vocab_size: int) -> None:
+    field = "stop_token_ids"
+    if isinstance(stop_ids, (str, bytes)) or not isinstance(stop_ids, Sequence):
+        raise InvalidRequest(field, f"a {type(stop_ids).__name__} came, a list of token ids is expected")
+    if len(stop_ids) > MAX_STOP_IDS // 2:
+        raise InvalidRequest(field, f"{len(stop_ids)} ids, at most {MAX_STOP_IDS // 2} are expected")
+    for token in stop_ids:
+        _check_int(field, token, 0, vocab_size - 1)
+
+
+def _check_stop_strings(params: SamplingParams, limits: ModelLimits) -> None:
+    stops = (params.stop,) if isinstance(params.stop, str) else params.stop
+    if not isinstance(stops, (list, tuple)):
+        raise InvalidRequest("stop", f"a {type(stops).__name__} came, a string or a list of strings is expected")
+    if len(stops) > MAX_STOP_STRINGS:
+        raise InvalidRequest("stop", f"{len(stops)} strings, at most {MAX_STOP_STRINGS} are expected")
+    for stop in stops:
+        if not isinstance(stop, str) or not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
+            raise InvalidRequest("stop", f"{stop!r:.40}, a string of 1 to {MAX_STOP_CHARACTERS} characters is expected")
+    if stops and not (params.detokenize and limits.has_tokenizer):
+        raise InvalidRequest("stop", "stop strings need text: a tokenizer, and detokenize=True")
+
+
+def _too_long(num_prompt: int, limits: ModelLimits) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        "prompt", f"{num_prompt} tokens, at most {limits.max_length - 1} leave room for one more of {limits.max_length}"
+    )
+
+
+def _sample_seeds(params: SamplingParams) -> list[int]:
+    """63 bits a sample: of the request's seed, or of the operating system's generator."""
+    mask = 2**SEED_BITS - 1
+    if params.seq_seed is None:
+        return (
+            [random.SystemRandom().getrandbits(SEED_BITS) for _ in range(params.n)]
+            if params.temperature
+            else [0] * params.n
+        )
+    return [(params.seq_seed + index * _SAMPLE_STRIDE) & mask for index in range(params.n)]
+
+
+def _with_seed(sampling: SlotSampling, seed: int) -> SlotSampling:
+    return SlotSampling(
+        sampling.temperature,
+        sampling.top_p,
+        sampling.top_k,
+        seed,
+        sampling.min_length,
+        sampling.stop_ids,
+        sampling.num_logprobs,
+    )

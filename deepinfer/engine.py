@@ -1,0 +1,481 @@
+"""Engine: the user's handle. Checks what is asked, hands it to the core, gives back streams.
+
+Knows nothing of devices or wires. Any number of engines may live in one process: nothing here is global, no signal
+handler is installed, no loop policy is touched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import warnings
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, NamedTuple, Self
+
+from deepinfer_protocol import Ready, SamplingParams, wire_version
+
+from deepinfer.admission import (
+    Admitted,
+    ModelLimits,
+    admit,
+    check_params,
+    check_priority,
+    check_request_id,
+    check_timeout,
+    check_token_ids,
+)
+from deepinfer.catalog import resolve
+from deepinfer.config import EngineConfig, resolve_config
+from deepinfer.core import CoreConfig, CoreStats, EngineCore
+from deepinfer.errors import ConfigError, DeepInferError, EngineClosed, ForkedEngine, InvalidRequest, WrongLoop
+from deepinfer.group import ProgressReport, WorkerGroup
+from deepinfer.home import CallerLoop, OwnThread, call_threadsafe
+from deepinfer.many import generate_many
+from deepinfer.rank import CacheShape
+from deepinfer.request import Request
+from deepinfer.result import Completion, Sample
+from deepinfer.scheduler import Scheduler, SchedulerConfig, SchedulerStats
+from deepinfer.stream import Mailbox, TokenStream
+from deepinfer.text import TextPipeline
+from deepinfer.version import VERSION
+
+FAKE_MODEL: Final = "fake"
+INLINE_CHARACTERS: Final = 1000
+"""Longer text is encoded in a thread: the loop goes on meanwhile."""
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
+
+class EngineStats(NamedTuple):
+    """What an engine is doing and has done."""
+
+    scheduler: SchedulerStats
+    core: CoreStats
+
+
+class Engine:
+    """Serves one model as streams of tokens.
+
+    `async with Engine("smollm2-135m") as engine`, or `engine = await Engine.start(...)` and `await engine.aclose()`.
+    Settings are the fields of `EngineConfig`; what is not given here comes from the environment, else is a default.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] | None = None, **settings: Any) -> None:
+        """Checks the settings; nothing is started or read. Raises `ConfigError`, which names the setting."""
+        if model is not None:
+            settings["model"] = os.fspath(model)
+        self.config: EngineConfig = resolve_config(settings)
+        if not self.config.model:
+            raise ConfigError("model", "no model: give a name or a path, or set DEEPINFER_HF_MODEL_DIR")
+        self._serial = count()
+        self._pid = os.getpid()
+        self._state = _State.NEW
+        self._starting: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+
+    # ---- life
+
+    @classmethod
+    async def start(
+        cls,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        on_progress: Callable[[str], None] | None = None,
+        **settings: Any,
+    ) -> Self:
+        """A running engine; the caller owes it an `aclose()`. Raises `ConfigError`, `ModelError`, `EngineError`."""
+        engine = cls(model, **settings)
+        await engine.open(on_progress)
+        return engine
+
+    async def open(self, on_progress: Callable[[str], None] | None = None) -> None:
+        """Find the model, start the workers, wait until they are ready. Raises `ModelError`, `EngineError`."""
+        if self._state is not _State.NEW:
+            raise EngineClosed(f"an engine is opened once; this one is {self._state}")
+        self._state = _State.STARTING
+        self._starting = asyncio.current_task()
+        try:
+            await self._open(on_progress or (lambda text: None))
+            self._state = _State.RUNNING
+        except BaseException:
+            self._state = _State.CLOSED
+            self._release()
+            raise
+        finally:
+            self._starting = None
+
+    async def _open(self, tell: Callable[[str], None]) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="deepinfer-text")
+        self._home: CallerLoop | OwnThread = OwnThread() if self.config.own_thread else CallerLoop()
+        run = partial(asyncio.get_running_loop().run_in_executor, self._executor)
+        path = await run(self._find_model, tell)
+        self._text = await run(self._load_text, path)
+        await self._home.run(self._start_core(str(path or ""), tell))
+
+    def _find_model(self, tell: Callable[[str], None]) -> Path | None:
+        if self.config.model == FAKE_MODEL:
+            return None
+        return resolve(self.config.model, cache_dir=self.config.model_cache_dir, report=tell).path
+
+    def _load_text(self, path: Path | None) -> TextPipeline | None:
+        if self.config.tokenizer:
+            path = resolve(self.config.tokenizer, cache_dir=self.config.model_cache_dir, report=lambda _: None).path
+        return None if path is None else TextPipeline(path)
+
+    async def _start_core(self, path: str, tell: Callable[[str], None]) -> None:
+        """On the core's loop."""
+        config = self.config
+        self._group = WorkerGroup(config, path, wire_version(VERSION))
+        ready = await self._group.wait_ready(config.start_timeout_s, _in_words(tell))
+        self.limits = _limits(ready, self._text)
+        scheduler = Scheduler(_scheduler_config(config), [_shape(rank) for rank in ready], epoch=self._group.epoch)
+        self._core = EngineCore(scheduler, self._group.link, self._home.loop, _core_config(config))
+        self._core.on_failure = self._group.supervisor.kill
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """End every open stream with `EngineClosed`, then the workers. Callable twice, from any task, during start."""
+        if self._starting is not None and self._starting is not asyncio.current_task():
+            self._starting.cancel()
+            await asyncio.wait([self._starting])
+        if self._state is _State.RUNNING:
+            self._state = _State.CLOSED
+            self._closing = asyncio.create_task(self._close())
+        if self._closing is not None:
+            await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        await self._home.run(self._stop_core())
+        self._release()
+
+    async def _stop_core(self) -> None:
+        self._core.close()
+        await self._group.stop()
+
+    def _release(self) -> None:
+        """What does not need a loop. Idempotent."""
+        if hasattr(self, "_group"):
+            self._group.kill()
+        if hasattr(self, "_executor"):
+            self._executor.shutdown(wait=False)
+        if hasattr(self, "_home"):
+            self._home.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_state", None) is _State.RUNNING and os.getpid() == self._pid:
+            warnings.warn(f"{self.config.model}: an engine was not closed", ResourceWarning, source=self, stacklevel=1)
+            self._group.supervisor.kill()
+
+    # ---- requests
+
+    def stream(
+        self,
+        prompt: Prompt | None = None,
+        params: SamplingParams | None = None,
+        *,
+        messages: Messages | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        queue_timeout_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> TokenStream:
+        """Submit a request, now, and return its stream at once; refusals are raised at the first read.
+
+        `prompt` is text or token ids; `messages` (role and content) go through the model's chat template instead.
+        Lower `priority` goes first. A request that has not started after `queue_timeout_s`, or not ended after
+        `timeout_s`, ends with that as its finish reason. Chunks are deltas, never the text so far.
+        """
+        submission = _Submission(request_id or f"r{next(self._serial)}", prompt, messages)
+        try:
+            self._check_usable()
+            self._prepare(submission, request_id, params, priority, queue_timeout_s, timeout_s)
+        except DeepInferError as error:
+            submission.mailbox.close(error)
+        return TokenStream(
+            submission.request_id,
+            submission.mailbox,
+            partial(self._post_threadsafe, _abort, (self, submission)),
+            partial(self._post, _resume, (self, submission)),
+            self.config.max_unread_tokens // 2,
+        )
+
+    async def generate(
+        self, prompt: Prompt | None = None, params: SamplingParams | None = None, **options: Any
+    ) -> Completion:
+        """All samples of one request, whole. Takes what `stream` takes and raises what reading it raises."""
+        async with self.stream(prompt, params, **options) as stream:
+            completion = Completion(stream.request_id, [Sample() for _ in range(params.n if params else 1)])
+            async for chunk in stream:
+                completion.add(chunk)
+            completion.num_prompt_tokens = stream.num_prompt_tokens
+            completion.num_cached_tokens = stream.num_cached_tokens
+            return completion
+
+    async def generate_many(
+        self,
+        prompts: Sequence[Prompt | Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+        **options: Any,
+    ) -> list[Completion]:
+        """One completion a prompt, in their order, with a progress bar. A list of messages counts as a prompt.
+
+        Never queues more than the engine admits. Raises the first refusal or failure, and then ends the rest.
+        """
+        return await generate_many(self, prompts, params, progress=progress, options=options)
+
+    async def abort(self, request_id: str) -> None:
+        """End the open request of this id, if there is one. Its reader gets a last chunk, `abort`."""
+        self._check_usable()
+        self._post(self._core.abort_id, request_id)
+
+    def stats(self) -> EngineStats:
+        """A snapshot."""
+        return EngineStats(self._core.scheduler.stats(), self._core.stats)
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Processes of the workers that live."""
+        return self._group.supervisor.pids
+
+    def check_integrity(self) -> None:
+        """The core's books agree. Raises `AssertionError`. Only on the core's own loop."""
+        self._core.check_integrity()
+
+    # ---- from a call to a request
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedEngine("this engine was made before a fork; make one in the child")
+        if self._state is not _State.RUNNING:
+            raise EngineClosed(f"the engine is {self._state}")
+
+    def _prepare(
+        self,
+        submission: _Submission,
+        request_id: str | None,
+        params: SamplingParams | None,
+        priority: int,
+        queue_timeout_s: float | None,
+        timeout_s: float | None,
+    ) -> None:
+        """Check everything that can be checked here, then encode: here, or in a thread if it may take long."""
+        submission.mailbox.loop = self._reader_loop()
+        if request_id is not None:
+            check_request_id(request_id)
+        submission.params = check_params(params, self.limits)
+        submission.mailbox.num_unfinished = submission.params.n
+        submission.priority = check_priority(priority)
+        now = time.monotonic()
+        submission.arrival_s = now
+        submission.queue_deadline_s = now + check_timeout("queue_timeout_s", queue_timeout_s)
+        submission.deadline_s = now + check_timeout("timeout_s", timeout_s)
+        if _num_characters(submission) <= INLINE_CHARACTERS:
+            self._submit(submission, self._encode(submission))
+        else:
+            self._check_characters(submission)
+            encoding = self._executor.submit(self._encode, submission)
+            encoding.add_done_callback(partial(self._on_encoded, submission))
+
+    def _reader_loop(self) -> asyncio.AbstractEventLoop:
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise WrongLoop("stream() needs a running event loop; scripts without one use SyncEngine") from None
+        if not self.config.own_thread and loop is not self._home.loop:
+            raise WrongLoop("this engine belongs to the loop that opened it; Engine(own_thread=True) serves any loop")
+        return loop
+
+    def _encode(self, submission: _Submission) -> array[int]:
+        prompt, messages = submission.prompt, submission.messages
+        if (prompt is None) == (messages is None):
+            raise InvalidRequest("prompt", "give a prompt or messages, and not both")
+        if prompt is not None and not isinstance(prompt, str):
+            return check_token_ids(prompt, self.limits)
+        if self._text is None:
+            raise InvalidRequest("prompt", "this engine has no tokenizer: give token ids")
+        if messages is not None:
+            return check_token_ids(self._text.encode_messages(messages), self.limits)
+        assert isinstance(prompt, str)
+        return check_token_ids(self._text.encode(prompt), self.limits)
+
+    def _check_characters(self, submission: _Submission) -> None:
+        """Text that cannot fit, however it is encoded, is not encoded."""
+        if self._text is not None and isinstance(submission.prompt, str):
+            limit = self.limits.max_length * self._text.max_token_characters
+            if len(submission.prompt) > limit:
+                raise InvalidRequest("prompt", f"{len(submission.prompt)} characters, at most {limit} can fit")
+
+    def _on_encoded(self, submission: _Submission, encoding: Future[array[int]]) -> None:
+        """In the encoder's thread."""
+        try:
+            self._submit(submission, encoding.result())
+        except DeepInferError as error:
+            assert submission.mailbox.loop is not None
+            call_threadsafe(submission.mailbox.loop, partial(submission.mailbox.close, error))
+
+    def _submit(self, submission: _Submission, prompt: array[int]) -> None:
+        admitted = admit(submission.params, len(prompt), self.limits)
+        submission.mailbox.num_prompt_tokens = len(prompt)
+        request = self._request(submission, prompt, admitted)
+        self._post(_submit, (self, submission, request))
+
+    def _request(self, submission: _Submission, prompt: array[int], admitted: Admitted) -> Request:
+        request = Request(
+            submission.request_id,
+            prompt,
+            admitted.sampling,
+            max_length=admitted.max_length,
+            stop_ids=admitted.stop_ids,
+            priority=submission.priority,
+            arrival_s=submission.arrival_s,
+            queue_deadline_s=submission.queue_deadline_s,
+            deadline_s=submission.deadline_s,
+            user=submission.mailbox,
+        )
+        if self._text is not None:
+            for seq in request.samples:
+                seq.user = self._text.output(submission.params, prompt, admitted.stop_strings)
+        return request
+
+    def _post(self, action: Callable[[Any], None], argument: Any) -> None:
+        """Run `action(argument)` in the core, from any thread."""
+        self._core.post(action, argument)
+        if self._home.is_here():
+            self._core.wake()
+        else:
+            call_threadsafe(self._home.loop, self._core.wake)
+
+    def _post_threadsafe(self, action: Callable[[Any], None], argument: Any) -> None:
+        """As `_post`, from a finalizer: it may run inside the loop, in any thread, after the engine's end."""
+        if self._state is _State.RUNNING:
+            self._core.post(action, argument)
+            call_threadsafe(self._home.loop, self._core.wake)
+
+
+class _State:
+    """Words, for messages."""
+
+    NEW: Final = "not opened"
+    STARTING: Final = "starting"
+    RUNNING: Final = "running"
+    CLOSED: Final = "closed"
+
+
+class _Submission:
+    """A request on its way to the core: what the caller gave, and the mailbox that its stream reads."""
+
+    __slots__ = (
+        "arrival_s",
+        "deadline_s",
+        "is_aborted",
+        "mailbox",
+        "messages",
+        "params",
+        "priority",
+        "prompt",
+        "queue_deadline_s",
+        "request",
+        "request_id",
+    )
+
+    def __init__(self, request_id: str, prompt: Prompt | None, messages: Messages | None) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.messages = messages
+        self.mailbox = Mailbox(None)
+        self.params = SamplingParams()
+        self.priority = 0
+        self.arrival_s = self.queue_deadline_s = self.deadline_s = 0.0
+        self.request: Request | None = None  # the core's, once it is there
+        self.is_aborted = False
+
+
+# In the core. Functions and not methods of `_Submission`, so that a stream's finalizer holds no stream.
+
+
+def _submit(argument: tuple[Engine, _Submission, Request]) -> None:
+    engine, submission, request = argument
+    submission.prompt = submission.messages = None
+    if not submission.is_aborted:
+        submission.request = request
+        engine._core.submit(request)
+
+
+def _abort(argument: tuple[Engine, _Submission]) -> None:
+    engine, submission = argument
+    if submission.request is not None:
+        engine._core.abort(submission.request)
+    elif not submission.is_aborted:
+        submission.is_aborted = True
+        engine._core.end_unsubmitted(submission.mailbox, submission.params.n)
+
+
+def _resume(argument: tuple[Engine, _Submission]) -> None:
+    engine, submission = argument
+    if submission.request is not None:
+        engine._core.resume(submission.request)
+
+
+def _num_characters(submission: _Submission) -> int:
+    """Text to encode; token ids count as little, since checking them is quick."""
+    if isinstance(submission.prompt, str):
+        return len(submission.prompt)
+    if isinstance(submission.messages, Sequence):
+        return sum(len(str(m.get("content", ""))) if isinstance(m, Mapping) else 0 for m in submission.messages)
+    return 0
+
+
+def _limits(ready: list[Ready], text: TextPipeline | None) -> ModelLimits:
+    return ModelLimits(
+        vocab_size=ready[0].vocab_size,
+        max_model_len=min(rank.max_model_len for rank in ready),
+        max_cached_tokens=min(rank.num_blocks * rank.block_size for rank in ready),
+        eos_token_ids=() if text is None else text.tokenizer.eos_token_ids,
+        has_tokenizer=text is not None,
+    )
+
+
+def _shape(ready: Ready) -> CacheShape:
+    return CacheShape(ready.num_slots, ready.num_blocks, ready.block_size, ready.weights_version)
+
+
+def _scheduler_config(config: EngineConfig) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_batch_tokens=config.max_batch_tokens,
+        prefill_chunk=config.prefill_chunk,
+        prefix_cache=config.prefix_cache,
+        max_queued_requests=config.max_queued_requests,
+        max_queued_tokens=config.max_queued_tokens,
+        ageing_s=config.ageing_s,
+    )
+
+
+def _core_config(config: EngineConfig) -> CoreConfig:
+    return CoreConfig(
+        overlap=config.overlap,
+        max_unread_tokens=config.max_unread_tokens,
+        slow_consumer_s=config.slow_consumer_s,
+        step_timeout_s=config.step_timeout_s,
+    )
+
+
+def _in_words(tell: Callable[[str], None]) -> ProgressReport:
+    return lambda done, total: tell(f"loading weights: {done / 1e6:.0f} of {total / 1e6:.0f} MB")
