@@ -35,7 +35,7 @@ class Runner(Protocol, Generic[BatchT]):
     """Loads a model and computes steps. One instance a process."""
 
     def load(self, report: Callable[[int, int], None]) -> Ready:
-        """Load the weights and size the caches; `report(done_bytes, total_bytes)` now and then. Raises `WorkerFault`."""
+        """Load the weights, size the caches; `report(done_bytes, total_bytes)` now and then. Raises `WorkerFault`."""
 
     def build(self, plan: StepPlan) -> BatchT:
         """Host thread: everything of the step that needs no state of the device. Raises `ProtocolError`."""

@@ -1,0 +1,42 @@
+"""Small operations in plain torch: the specification, and the path on the CPU. Knows nothing of models or caches.
+
+Legend: `T` packed positions, `N` heads of any kind, `K` kv heads, `D` head dim, `C` channels, `V` vocabulary.
+
+Every operation here is row-invariant on the CPU: elementwise operations whose vector and scalar forms round alike
+(hence no `silu`, no `rsqrt`, no fused multiply-add), and reductions over a whole last dimension of fixed size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def embedding(tokens: Tensor, table: Tensor) -> Tensor:
+    """Rows of `table` [V, C] for `tokens` [T]: [T, C]."""
+    return table.index_select(0, tokens)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x` [T, C] over the root of its mean square, times `weight` [C]: [T, C]."""
+    mean_square = (x * x).mean(-1, keepdim=True)  # [T, 1]
+    return (x / (mean_square + eps).sqrt()) * weight
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x` [T, N, D] turned by `cos`, `sin` [T, 1, D/2]; the halves of D are the two coordinates: [T, N, D]."""
+    first, second = x.chunk(2, dim=-1)  # [T, N, D/2] each
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, for `gate_up` [T, 2C] = gate beside up: [T, C]."""
+    gate, up = gate_up.chunk(2, dim=-1)  # [T, C] each
+    # exp and division round alike in every lane and tail; torch's own silu does not.
+    decay = gate.neg().exp_().add_(1.0)  # [T, C]
+    return torch.div(gate, decay, out=decay).mul_(up)
+
+
+def kv_write(cache: Tensor, values: Tensor, indices: Tensor) -> None:
+    """Put `values` [T, K, D] into `cache` [K, positions, D] at `indices` [T], in place."""
+    cache.index_copy_(1, indices, values.transpose(0, 1))

@@ -1,0 +1,144 @@
+"""A tiny engine for tests: drives a `ModelRunner` with plans of one's own making. No scheduling, no sharing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import msgspec
+from deepinfer_protocol import (
+    MaskBatch,
+    Ready,
+    RowFlag,
+    SlotAdmit,
+    SlotSampling,
+    StepPlan,
+    WorkerConfig,
+    pack_int32,
+    split_columns,
+    unpack_int32,
+)
+from deepinfer_workers.model_runner import ModelRunner
+from deepinfer_workers.runner import StepOutput
+
+GREEDY = SlotSampling()
+DEFAULTS = WorkerConfig(
+    version="",
+    endpoint="",
+    epoch=1,
+    rank=0,
+    num_ranks=1,
+    runner="model",
+    model="",
+    accelerator="cpu",
+    num_slots=16,
+    block_size=16,
+    kv_cache_bytes=0,
+    num_blocks=256,
+    max_model_len=0,
+    max_batch_positions=2048,
+    batch_invariant=True,
+    num_threads=2,
+)
+
+
+class Row(NamedTuple):
+    slot: int
+    num_positions: int
+    flags: int = int(RowFlag.SAMPLE)
+
+
+def no_masks() -> NoReturn:
+    raise AssertionError("no row waits for a mask")
+
+
+def plan(
+    rows: Sequence[tuple[int, int, int, int]] = (),
+    admits: Sequence[SlotAdmit] = (),
+    appends: Sequence[tuple[int, int]] = (),
+    retired: Sequence[int] = (),
+) -> StepPlan:
+    """A plan of `rows` (slot, generation, positions, flags)."""
+    return StepPlan(
+        epoch=1,
+        step_id=1,
+        rank=0,
+        padded_positions=sum(row[2] for row in rows),
+        retired=pack_int32(list(retired)),
+        admits=list(admits),
+        appends=pack_int32([pair[0] for pair in appends] + [pair[1] for pair in appends]),
+        rows=pack_int32([row[column] for column in range(4) for row in rows]),
+    )
+
+
+def admit(
+    slot: int,
+    tokens: Sequence[int],
+    block_ids: Sequence[int],
+    *,
+    generation: int = 1,
+    length: int = 0,
+    sampling: SlotSampling = GREEDY,
+) -> SlotAdmit:
+    return SlotAdmit(slot, generation, length, pack_int32(list(tokens)), pack_int32(list(block_ids)), sampling)
+
+
+class Driver:
+    """Sequences by slot; blocks are given out from a list and come back at `retire`."""
+
+    def __init__(self, model: Path, **changes: object) -> None:
+        self.config = msgspec.structs.replace(DEFAULTS, model=str(model), **changes)
+        self.runner = ModelRunner(self.config)
+        self.reports: list[tuple[int, int]] = []
+        self.ready: Ready = self.runner.load(lambda done, total: self.reports.append((done, total)))
+        self.generation = 0
+        self._free = list(range(self.ready.num_blocks))
+        self._blocks: dict[int, list[int]] = {}
+        self._generations: dict[int, int] = {}
+        self._lengths: dict[int, int] = {}
+        self._admits: list[SlotAdmit] = []
+        self._retired: list[int] = []
+
+    def admit(self, slot: int, tokens: Sequence[int], sampling: SlotSampling = GREEDY) -> None:
+        self.generation += 1
+        self._generations[slot], self._lengths[slot], self._blocks[slot] = self.generation, 0, []
+        self._admits.append(admit(slot, tokens, [], generation=self.generation, sampling=sampling))
+
+    def retire(self, slot: int) -> None:
+        # The blocks used last are given out first: what an old owner left must not matter.
+        self._free = self._blocks.pop(slot) + self._free
+        self._retired.append(slot)
+
+    def step(self, *rows: Row, masks: MaskBatch | None = None) -> StepOutput:
+        appends: list[tuple[int, int]] = []
+        for row in rows:
+            self._lengths[row.slot] += row.num_positions
+            while len(self._blocks[row.slot]) * self.ready.block_size < self._lengths[row.slot]:
+                self._blocks[row.slot].append(self._free.pop(0))
+                appends.append((row.slot, self._blocks[row.slot][-1]))
+        columns = [(row.slot, self._generations[row.slot], row.num_positions, int(row.flags)) for row in rows]
+        built = self.runner.build(plan(columns, self._admits, appends, self._retired))
+        self._admits, self._retired = [], []
+        output = self.runner.run(built, no_masks if masks is None else lambda: masks)
+        assert list(split_columns(output.rows, 4)[2]) == [self._lengths[row.slot] for row in rows]
+        return output
+
+    def prefill(self, slot: int, num_tokens: int, chunk: int) -> int:
+        """Compute a prompt in chunks; the first token after it."""
+        for start in range(0, num_tokens, chunk):
+            count = min(chunk, num_tokens - start)
+            is_last = start + count == num_tokens
+            output = self.step(Row(slot, count, int(RowFlag.SAMPLE) if is_last else 0))
+        return int(unpack_int32(output.tokens)[0])
+
+    def generate(
+        self, slot: int, tokens: Sequence[int], num_new: int, chunk: int = 4096, **params: object
+    ) -> list[int]:
+        """A sequence alone in its steps, from admission to retirement."""
+        self.admit(slot, tokens, SlotSampling(**params))  # type: ignore[arg-type]
+        out = [self.prefill(slot, len(tokens), chunk)]
+        while len(out) < num_new:
+            out += unpack_int32(self.step(Row(slot, 1)).tokens)
+        self.retire(slot)
+        return out

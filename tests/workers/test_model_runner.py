@@ -1,0 +1,259 @@
+"""A runner on random small weights: right tokens, in any company the same bits, and no plan that is silently wrong."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from deepinfer_protocol import MaskBatch, ProtocolError, RowFlag, SlotSampling, pack_int32, split_columns, unpack_int32
+from deepinfer_workers.model_runner import ModelRunner
+from deepinfer_workers.runner import StepOutput, WorkerFault
+from doubles.driver import DEFAULTS, Driver, Row, admit, no_masks, plan
+from doubles.tiny_llama import TinyLlama
+
+TINY = TinyLlama()
+NUM_LOGPROBS = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return TINY.write(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def driver(folder: Path) -> Driver:
+    return Driver(folder)
+
+
+def random_tokens(count: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(TINY.vocab), k=count)
+
+
+def trace(output: StepOutput) -> tuple[bytes, bytes, bytes]:
+    """Everything of a step that a row's logits decide, to the bit."""
+    return output.tokens, output.logprob_ids, output.logprobs
+
+
+WATCHED = SlotSampling(num_logprobs=NUM_LOGPROBS)
+
+
+def run_alone(driver: Driver, tokens: list[int], chunks: list[int], num_new: int) -> list[tuple[bytes, bytes, bytes]]:
+    """The prompt in `chunks` of positions (the last one repeats), then decode steps."""
+    driver.admit(0, tokens, WATCHED)
+    start, traces = 0, []
+    while start < len(tokens):
+        count = min(chunks.pop(0) if len(chunks) > 1 else chunks[0], len(tokens) - start)
+        start += count
+        output = driver.step(Row(0, count, int(RowFlag.SAMPLE) if start == len(tokens) else 0))
+    traces.append(trace(output))
+    traces += [trace(driver.step(Row(0, 1))) for _ in range(num_new)]
+    driver.retire(0)
+    return traces
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_logprobs_are_those_of_the_definition(tmp_path: Path, is_tied: bool) -> None:
+    tiny = TinyLlama(is_tied=is_tied)
+    driver = Driver(tiny.write(tmp_path / "model"))
+    tokens = random_tokens(150, seed=1)
+    logits = tiny.logits(tokens)[-1]
+    expected = logits - np.log(np.exp(logits).sum())
+    driver.admit(0, tokens, WATCHED)
+    output = driver.step(Row(0, len(tokens)))
+    ids = unpack_int32(output.logprob_ids)
+    best = np.argsort(-expected, kind="stable")[:NUM_LOGPROBS]
+    assert list(ids) == [best[0], *best]
+    np.testing.assert_allclose(np.frombuffer(output.logprobs, "<f4"), expected[list(ids)], atol=2e-5)
+
+
+def test_llama3_scaling_turns_by_its_frequencies(tmp_path: Path) -> None:
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    tiny = TinyLlama(extra={"rope_scaling": scaling | {"original_max_position_embeddings": 64}})
+    base = tiny.theta ** -(np.arange(0, tiny.head_dim, 2) / tiny.head_dim)
+    inv_freq = []
+    for frequency in base:
+        wavelength = 2 * np.pi / frequency
+        smooth = (64 / wavelength - 1.0) / (4.0 - 1.0)
+        blended = (1 - smooth) * frequency / 8.0 + smooth * frequency
+        inv_freq.append(frequency / 8.0 if wavelength > 64 else frequency if wavelength < 16 else blended)
+    tokens = random_tokens(90, seed=2)
+    logits = tiny.logits(tokens, np.array(inv_freq))[-1]
+    driver = Driver(tiny.write(tmp_path / "model"))
+    driver.admit(0, tokens, WATCHED)
+    logprobs = np.frombuffer(driver.step(Row(0, 90)).logprobs, "<f4")
+    assert logprobs[0] == pytest.approx(logits.max() - np.log(np.exp(logits).sum()), abs=2e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 64, 65])
+def test_chunks_do_not_change_a_bit(driver: Driver, chunk: int) -> None:
+    tokens = random_tokens(150, seed=3)
+    assert run_alone(driver, tokens, [chunk], 6) == run_alone(driver, tokens, [150], 6)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_company_does_not_change_a_bit(driver: Driver, seed: int) -> None:
+    """Sixteen sequences, joined at random, prefilled in random chunks in random order: each as if alone."""
+    rng = random.Random(seed)
+    prompts = [random_tokens(rng.randint(1, 130), seed=100 * seed + slot) for slot in range(16)]
+    expected = [run_alone(driver, tokens, [4096], 5) for tokens in prompts]
+    for slot, tokens in enumerate(prompts):
+        driver.admit(slot, tokens, WATCHED)
+    left = {slot: len(tokens) for slot, tokens in enumerate(prompts)}
+    traces: dict[int, list[tuple[bytes, bytes, bytes]]] = {slot: [] for slot in left}
+    while unfinished := [slot for slot in left if len(traces[slot]) < 6]:
+        slots = rng.sample(unfinished, rng.randint(1, len(unfinished)))
+        counts = [rng.randint(1, left[slot]) if left[slot] else 1 for slot in slots]
+        flags = [int(RowFlag.SAMPLE) if count >= left[slot] else 0 for slot, count in zip(slots, counts, strict=True)]
+        output = driver.step(*map(Row, slots, counts, flags))
+        sampled = [slot for slot, flag in zip(slots, flags, strict=True) if flag]
+        for slot, count in zip(slots, counts, strict=True):
+            left[slot] = max(left[slot] - count, 0)
+        width = 4 * (1 + NUM_LOGPROBS)
+        for index, slot in enumerate(sampled):
+            parts = (output.tokens, 4), (output.logprob_ids, width), (output.logprobs, width)
+            token, ids, values = (data[index * size : (index + 1) * size] for data, size in parts)
+            traces[slot].append((token, ids, values))
+    assert [traces[slot] for slot in range(16)] == expected
+
+
+def test_block_size_does_not_change_a_bit(folder: Path) -> None:
+    tokens = random_tokens(150, seed=4)
+    traces = [
+        run_alone(Driver(folder, block_size=size, num_blocks=4096 // size), tokens, [40], 4)
+        for size in (1, 16, 48, 256)
+    ]
+    assert all(other == traces[0] for other in traces)
+
+
+def test_a_prefix_hit_does_not_change_a_bit(driver: Driver) -> None:
+    """A second sequence adopts the first one's blocks and starts behind them."""
+    tokens = random_tokens(70, seed=5)
+    runner = driver.runner
+    first = [admit(0, tokens, [], sampling=WATCHED)]
+    whole = runner.run(runner.build(plan([(0, 1, 70, 1)], first, [(0, block) for block in range(5)])), no_masks)
+    hit = [admit(1, tokens, [0, 1, 2, 3], length=64, sampling=WATCHED)]
+    rest = runner.run(runner.build(plan([(1, 1, 6, 1)], hit, [(1, 9)])), no_masks)
+    assert trace(rest) == trace(whole)
+
+
+def test_a_seeded_sample_does_not_depend_on_its_company(driver: Driver) -> None:
+    tokens = random_tokens(40, seed=6)
+    params = SlotSampling(temperature=0.9, top_p=0.95, top_k=50, seed=1234)
+    driver.admit(0, tokens, params)
+    alone = [driver.prefill(0, 40, 40), *(unpack_int32(driver.step(Row(0, 1)).tokens)[0] for _ in range(8))]
+    driver.retire(0)
+    driver.admit(5, tokens, params)
+    driver.admit(3, random_tokens(90, seed=7), SlotSampling(temperature=1.5, seed=9))
+    first = driver.step(Row(3, 90), Row(5, 40))
+    together = [unpack_int32(first.tokens)[1]]
+    together += [unpack_int32(driver.step(Row(3, 1), Row(5, 1)).tokens)[1] for _ in range(8)]
+    assert together == alone
+
+
+def test_what_an_earlier_owner_left_in_a_block_has_no_effect(driver: Driver) -> None:
+    tokens = random_tokens(20, seed=8)
+    expected = run_alone(driver, tokens, [20], 3)
+    with torch.inference_mode():
+        driver.runner._cache._store.fill_(float("nan"))
+    assert run_alone(driver, tokens, [20], 3) == expected
+
+
+def test_a_row_waiting_for_its_mask_is_sampled_from_it(driver: Driver) -> None:
+    tokens = random_tokens(10, seed=9)
+    driver.admit(0, tokens)
+    driver.admit(1, tokens)
+    words = [0] * -(-TINY.vocab // 32)
+    words[77 // 32] |= 1 << 77 % 32
+    masks = MaskBatch(epoch=1, step_id=1, rank=0, slots=pack_int32([1]), bits=pack_int32(words))
+    both = int(RowFlag.SAMPLE | RowFlag.WAITS_FOR_MASK)
+    output = driver.step(Row(0, 10), Row(1, 10, both), masks=masks)
+    free = int(TINY.logits(tokens)[-1].argmax())
+    assert list(unpack_int32(output.tokens)) == [free, 77]
+
+
+def test_result_rows_come_in_the_order_of_the_plan(driver: Driver) -> None:
+    driver.admit(2, random_tokens(9, seed=1))
+    driver.admit(7, random_tokens(9, seed=2))
+    output = driver.step(Row(7, 4, 0), Row(2, 9))
+    slots, _, lengths, num_tokens = split_columns(output.rows, 4)
+    assert (list(slots), list(lengths), list(num_tokens)) == ([7, 2], [4, 9], [0, 1])
+
+
+def test_an_empty_plan_is_legal(driver: Driver) -> None:
+    assert driver.step() == StepOutput(b"", b"")
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (plan([(0, 2, 1, 1)]), "generation"),
+        (plan([(3, 1, 1, 1)]), "generation"),
+        (plan([(16, 1, 1, 1)]), "slot 16"),
+        (plan([(0, 1, 9, 1)]), "known tokens"),
+        (plan([(0, 1, 1, 2)]), "mask"),
+        (plan([(0, 1, 4096, 1)]), "positions"),
+        (plan([(1, 1, 5, 1)]), "blocks"),
+        (plan(appends=[(0, 256)]), "block 256"),
+        (plan(appends=[(5, 0)]), "empty"),
+        (plan(appends=[(0, block) for block in range(40)]), "full"),
+        (plan(retired=[99]), "slot 99"),
+        (plan(admits=[admit(0, [1], [])]), "not retired"),
+        (plan(admits=[admit(16, [1], [])]), "slot 16"),
+        (plan(admits=[admit(4, [TINY.vocab], [])]), "token 199"),
+        (plan(admits=[admit(4, [1], [256])]), "block 256"),
+        (plan(admits=[admit(4, [1] * 600, [])]), "600 tokens"),
+        (plan(admits=[admit(4, [1] * 40, [1], length=20)]), "1 blocks"),
+    ],
+)
+def test_a_contradictory_plan_is_refused_by_name(driver: Driver, bad: object, words: str) -> None:
+    runner = driver.runner
+    start = plan(admits=[admit(0, [1] * 8, [0]), admit(1, [1] * 8, [])])
+    runner.run(runner.build(start), no_masks)
+    with pytest.raises(ProtocolError, match=words):
+        runner.run(runner.build(bad), no_masks)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("slots", "bits", "words"),
+    [([1], b"\xff" * 28, "slots"), ([0], b"\xff" * 24, "28 bytes"), ([0], b"\0" * 28, "allows no token")],
+)
+def test_a_wrong_mask_is_refused(driver: Driver, slots: list[int], bits: bytes, words: str) -> None:
+    driver.admit(0, [1, 2, 3])
+    masks = MaskBatch(epoch=1, step_id=1, rank=0, slots=pack_int32(slots), bits=bits)
+    with pytest.raises(ProtocolError, match=words):
+        driver.step(Row(0, 3, int(RowFlag.SAMPLE | RowFlag.WAITS_FOR_MASK)), masks=masks)
+
+
+def test_ready_tells_what_fits(folder: Path) -> None:
+    driver = Driver(folder, num_blocks=0, kv_cache_bytes=1 << 20, max_model_len=128)
+    ready = driver.ready
+    assert ready.block_bytes == 2 * 2 * 2 * 8 * 4 * 16
+    assert (ready.num_blocks, ready.vocab_size, ready.max_model_len) == ((1 << 20) // ready.block_bytes, 199, 128)
+    assert driver.reports[-1][0] == driver.reports[-1][1] > 0
+    assert Driver(folder, num_blocks=0).ready.num_blocks == 16 * 512 // 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"max_model_len": 513}, "unsupported_model"),
+        ({"accelerator": "abacus"}, "unsupported_model"),
+        ({"num_blocks": 0, "kv_cache_bytes": 8}, "out_of_memory"),
+        ({"model": "/nowhere/at/all"}, "model_file"),
+    ],
+)
+def test_what_cannot_be_loaded_is_a_fault(folder: Path, changes: dict[str, object], code: str) -> None:
+    config = msgspec.structs.replace(DEFAULTS, **({"model": str(folder)} | changes))
+    with pytest.raises(WorkerFault) as caught:
+        ModelRunner(config).load(lambda done, total: None)
+    assert caught.value.code == code
+
+
+def test_without_batch_invariance_the_tokens_are_right(folder: Path) -> None:
+    tokens = random_tokens(33, seed=10)
+    expected = int(TINY.logits(tokens)[-1].argmax())
+    assert Driver(folder, batch_invariant=False).generate(0, tokens, 1) == [expected]

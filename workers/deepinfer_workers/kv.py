@@ -1,0 +1,47 @@
+"""Paged storage of keys and values: one pool of blocks for all sequences. Knows nothing of who owns a block.
+
+Legend: `N` layers, `K` kv heads, `D` head dim, `P` positions a block.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+ITEM_BYTES: Final = 4
+
+
+class CacheShape(NamedTuple):
+    """What a model keeps for every position."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def position_bytes(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * ITEM_BYTES
+
+
+class PagedKVCache:
+    """`num_blocks` blocks and a null block behind them, where padding writes."""
+
+    def __init__(self, shape: CacheShape, num_blocks: int, block_size: int, device: torch.device) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        num_positions = (num_blocks + 1) * block_size
+        # Heads outermost, so that a gather of keys comes out as the batch of matrices that attention multiplies.
+        self._store = torch.zeros(
+            shape.num_layers, 2, shape.num_kv_heads, num_positions, shape.head_dim, device=device
+        )  # [N, 2, K, (blocks + 1) * P, D] fp32
+
+    @property
+    def null_index(self) -> int:
+        """The first position of the null block."""
+        return self.num_blocks * self.block_size
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, [K, positions, D] each: views to read and to write."""
+        return self._store[index, 0], self._store[index, 1]

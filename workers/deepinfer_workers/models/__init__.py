@@ -1,0 +1,1 @@
+"""Model classes, and the table that finds them."""
