@@ -109,7 +109,7 @@ def admit(params: SamplingParams, num_prompt: int, limits: ModelLimits) -> Admit
     if wanted > limits.max_length:
         raise ContextLengthExceeded(
             "max_tokens",
-            f"{num_prompt} prompt tokens and {params.max_tokens} new ones are {wanted}, at most {limits.max_length} fit",
+            f"{num_prompt} prompt tokens and {params.max_tokens} new ones make {wanted}, {limits.max_length} fit",
         )
     stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else limits.eos_token_ids)
     sampling = SlotSampling(

@@ -125,6 +125,6 @@ def _build(values: dict[str, Any]) -> EngineConfig:
     if config.max_num_seqs > config.max_batch_tokens:
         raise ConfigError(
             "max_num_seqs",
-            f"{config.max_num_seqs} sequences need a position each, a step has {config.max_batch_tokens} (max_batch_tokens)",
+            f"{config.max_num_seqs} sequences need a position each, max_batch_tokens is {config.max_batch_tokens}",
         )
     return config

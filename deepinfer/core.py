@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from math import inf
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from deepinfer_protocol import AnyMessage, StepResult
 from msgspec import Struct
@@ -69,12 +69,8 @@ class InFlight(Struct):
     sent_s: float
 
 
-class Delivery(NamedTuple):
-    """Something for a mailbox: a piece, or the end by an error."""
-
-    mailbox: Mailbox
-    piece: Piece | None
-    error: DeepInferError | None
+Delivery = tuple[Mailbox, Piece | DeepInferError]
+"""Something for a mailbox: a piece, or the end by an error."""
 
 
 class EngineCore:
@@ -119,7 +115,7 @@ class EngineCore:
                 raise self.failure
             self.scheduler.add(request, self._clock.time())
         except DeepInferError as error:
-            self._outbox.append(Delivery(mailbox, None, error))
+            self._outbox.append((mailbox, error))
 
     def abort(self, request: Request) -> None:
         """End `request`; idempotent."""
@@ -129,7 +125,7 @@ class EngineCore:
     def end_unsubmitted(self, mailbox: Mailbox, num_samples: int) -> None:
         """The end of a request that was aborted before it was one."""
         for index in range(num_samples):
-            self._outbox.append(Delivery(mailbox, Piece(index, None, "", None, "abort"), None))
+            self._outbox.append((mailbox, (index, None, "", None, "abort")))
 
     def abort_id(self, request_id: str) -> None:
         request = self.scheduler.requests.get(request_id)
@@ -227,12 +223,15 @@ class EngineCore:
             text = ""
             output: OutputText | None = seq.user
             if output is not None:
-                text, reason = self._text_of(seq, output, token, reason)
+                if reason is None and token is not None and not output.has_stops:
+                    text = output.push(token)
+                else:
+                    text, reason = self._text_of(seq, output, token, reason)
             mailbox: Mailbox = seq.request.user
             if reason is not None:
                 mailbox.num_cached_tokens = seq.request.num_cached_tokens
             logprob = None if logprobs is None else _readable(logprobs)
-            outbox.append(Delivery(mailbox, Piece(seq.sample_index, token, text, logprob, reason), None))
+            outbox.append((mailbox, (seq.sample_index, token, text, logprob, reason)))
             mailbox.num_pushed += 1
             if mailbox.num_pushed - mailbox.num_taken >= cap and not seq.request.is_paused:
                 self._pause(seq.request, mailbox)
@@ -256,12 +255,12 @@ class EngineCore:
             mailbox: Mailbox = seq.request.user
             if reason == "slow_consumer":
                 error = SlowConsumer(f"more than {self._config.max_unread_tokens} tokens stood unread for too long")
-                self._outbox.append(Delivery(mailbox, None, error))
+                self._outbox.append((mailbox, error))
             else:
                 output: OutputText | None = seq.user
                 text = "" if output is None else output.flush()
                 mailbox.num_pushed += 1
-                self._outbox.append(Delivery(mailbox, Piece(seq.sample_index, None, text, None, reason), None))
+                self._outbox.append((mailbox, (seq.sample_index, None, text, None, reason)))
 
     def _pause(self, request: Request, mailbox: Mailbox) -> None:
         mailbox.is_paused = True
@@ -277,22 +276,25 @@ class EngineCore:
             return
         outbox, self._outbox = self._outbox, []
         remote: dict[asyncio.AbstractEventLoop, list[Delivery]] = {}
+        clock = self._clock
+        local: list[Delivery] = []
         for delivery in outbox:
-            loop = delivery.mailbox.loop
-            if loop is self._clock or loop is None:
-                deliver(delivery)
+            loop = delivery[0].loop
+            if loop is clock or loop is None:
+                local.append(delivery)
             else:
                 remote.setdefault(loop, []).append(delivery)
+        deliver(local)
         for loop, deliveries in remote.items():
             self._send_to(loop, deliveries)
 
     def _send_to(self, loop: asyncio.AbstractEventLoop, deliveries: list[Delivery]) -> None:
         """One wake-up a step and loop, never one a token."""
         try:
-            loop.call_soon_threadsafe(deliver_all, deliveries)
+            loop.call_soon_threadsafe(deliver, deliveries)
         except RuntimeError:  # the reader's loop is closed: nobody will ever read this
-            for delivery in deliveries:
-                delivery.mailbox.close(None)
+            for mailbox, _ in deliveries:
+                mailbox.close(None)
 
     # ---- ends
 
@@ -306,7 +308,7 @@ class EngineCore:
         self.failure = error
         self._in_flight.clear()
         for request in self.scheduler.requests.values():
-            self._outbox.append(Delivery(request.user, None, error))
+            self._outbox.append((request.user, error))
         self._pump()
         self.on_failure()
 
@@ -353,18 +355,13 @@ class EngineCore:
                 assert rank.release.num_slots == 0, "something waits for a step that is not in flight"
 
 
-def deliver(delivery: Delivery) -> None:
-    """On the reader's loop."""
-    mailbox, piece, error = delivery
-    if piece is not None:
-        mailbox.push(piece)
-    else:
-        mailbox.close(error)
-
-
-def deliver_all(deliveries: list[Delivery]) -> None:
-    for delivery in deliveries:
-        deliver(delivery)
+def deliver(deliveries: list[Delivery]) -> None:
+    """On the readers' loop."""
+    for mailbox, content in deliveries:
+        if isinstance(content, tuple):
+            mailbox.push(content)
+        else:
+            mailbox.close(content)
 
 
 def _readable(logprobs: TokenLogprobs) -> TokenLogprob:

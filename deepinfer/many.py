@@ -1,4 +1,7 @@
-"""Many prompts through one engine: as many at once as it serves well, with a progress bar. Knows only its public face."""
+"""Many prompts through one engine, as many at once as it serves well, with a progress bar.
+
+Knows only the engine's public face.
+"""
 
 from __future__ import annotations
 

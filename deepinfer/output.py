@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -24,23 +25,20 @@ class Matcher(Protocol):
 class OutputText:
     """Detokenizes one sample and ends it at a stop string."""
 
-    __slots__ = ("_detokenizer", "_matcher", "_num_unmatched", "has_stopped")
+    __slots__ = ("_detokenizer", "_matcher", "_num_unmatched", "has_stopped", "has_stops", "push")
 
     def __init__(self, detokenizer: Detokenizer, matcher: Matcher | None = None, num_unmatched: int = 0) -> None:
         """The text of the first `num_unmatched` tokens is not searched (`min_tokens`)."""
         self._detokenizer = detokenizer
         self._matcher = matcher
         self._num_unmatched = num_unmatched
+        self.has_stops = matcher is not None
         self.has_stopped = False
-
-    def push(self, token_id: int) -> str:
+        self.push: Callable[[int], str] = self._match if matcher else detokenizer.push_one
         """New text of one more token. Sets `has_stopped` when a stop string is complete."""
-        text = self._detokenizer.push_one(token_id)
-        if self._matcher is None:
-            return text
-        return self._match(text)
 
-    def _match(self, text: str) -> str:
+    def _match(self, token_id: int) -> str:
+        text = self._detokenizer.push_one(token_id)
         if self._num_unmatched > 0:
             self._num_unmatched -= 1
             return text

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from deepinfer_protocol import RowFlag, SlotAdmit, StepPlan, pack_int32
 from msgspec import Struct
@@ -37,6 +38,18 @@ class RankStep(Struct):
     """Sequences that get a token, in the order of the result's tokens."""
 
 
+class _Columns(NamedTuple):
+    """The part of a plan's rows that does not change from one step of the same decoding rows to the next."""
+
+    rows: list[Sequence]
+    """Empty when some of them did not decode."""
+    addresses: bytes
+    """Slots, generations."""
+    work: bytes
+    """Positions, flags."""
+    num_tokens: bytes
+
+
 class Rank:
     """One rank's bookkeeping. Every method leaves `check_integrity` true."""
 
@@ -63,6 +76,7 @@ class Rank:
         self._num_positions: list[int] = []
         self._flags: list[int] = []
         self._appends: list[tuple[int, int]] = []
+        self._columns = _Columns([], b"", b"", b"")
         self._num_decodes = 0  # rows of the plan under construction that decode; they come first
         self.budget = 0  # positions that the plan under construction may still take
 
@@ -95,17 +109,13 @@ class Rank:
 
     def plan_decodes(self, step_id: int) -> None:
         """A row for every decoding sequence that may have one more token."""
-        rows = self._rows
-        for seq in list(self.decode):
-            planned = seq.num_planned
-            if planned + 1 >= seq.max_length or seq.state is not State.DECODE:
-                continue
-            if planned == seq.capacity and not self._grow(seq):
-                continue
-            seq.num_planned = planned + 1
-            seq.num_pending += 1
+        for seq in [seq for seq in self.decode if seq.num_planned >= seq.limit]:
+            if seq in self.decode and seq.num_planned + 1 < seq.max_length:
+                self._grow(seq)
+        self._rows = rows = [seq for seq in self.decode if seq.num_planned < seq.limit]
+        for seq in rows:
+            seq.num_planned += 1
             seq.last_step = step_id
-            rows.append(seq)
         self._num_decodes = len(rows)
         self.budget -= len(rows)
         self._num_positions = [1] * len(rows)
@@ -130,7 +140,6 @@ class Rank:
         self._num_positions.append(num_positions)
         self._flags.append(int(RowFlag.SAMPLE) if is_complete else 0)
         if is_complete:
-            seq.num_pending += 1
             seq.move(State.DECODE)
             del self.prefill[seq]
             (self.parked if seq.request.is_paused else self.decode)[seq] = None
@@ -146,7 +155,7 @@ class Rank:
     def finish_plan(self, epoch: int, step_id: int, padded_positions: int) -> RankStep:
         """The plan under construction, and what must come back for it."""
         rows = self._rows
-        addresses = pack_int32([seq.slot for seq in rows] + [seq.generation for seq in rows])
+        columns = self._columns_of(rows)
         plan = StepPlan(
             epoch=epoch,
             step_id=step_id,
@@ -155,15 +164,29 @@ class Rank:
             retired=pack_int32(self._retired),
             admits=self._admits,
             appends=pack_int32([slot for slot, _ in self._appends] + [block for _, block in self._appends]),
-            rows=addresses + pack_int32(self._num_positions + self._flags),
+            rows=columns.addresses + columns.work,
         )
-        num_tokens = [1 if flags & RowFlag.SAMPLE else 0 for flags in self._flags]
-        expected = addresses + pack_int32([seq.num_planned for seq in rows] + num_tokens)
-        sampled = [seq for seq, count in zip(rows, num_tokens, strict=True) if count]
+        lengths = pack_int32([seq.num_planned for seq in rows])
+        expected = columns.addresses + lengths + columns.num_tokens
+        sampled = [seq for seq in rows[self._num_decodes :] if seq.state is State.DECODE]
         self._retired, self._admits = [], []
         for seq in rows[self._num_decodes :]:
             self.publish(seq)
-        return RankStep(plan, expected, sampled)
+        return RankStep(plan, expected, rows[: self._num_decodes] + sampled)
+
+    def _columns_of(self, rows: list[Sequence]) -> _Columns:
+        """Columns that stay as they are while the same sequences decode, step after step."""
+        if self._num_decodes == len(rows) and rows == self._columns.rows:
+            return self._columns
+        num_tokens = [1 if flags & RowFlag.SAMPLE else 0 for flags in self._flags]
+        columns = _Columns(
+            rows if self._num_decodes == len(rows) else [],
+            pack_int32([seq.slot for seq in rows] + [seq.generation for seq in rows]),
+            pack_int32(self._num_positions + self._flags),
+            pack_int32(num_tokens),
+        )
+        self._columns = columns
+        return columns
 
     # ---- admission
 
@@ -193,7 +216,7 @@ class Rank:
             self.pool.share(block)
         self.drop_held(seq)
         seq.block_ids = hits + [self.pool.allocate() for _ in range(num_total - len(hits))]
-        seq.capacity = num_total * self.shape.block_size
+        self._set_capacity(seq)
         self._take_slot(seq, num_cached=len(hits))
         return True
 
@@ -255,7 +278,6 @@ class Rank:
     def _finish_preemption(self, seq: Sequence) -> None:
         seq.block_ids, seq.slot, seq.capacity = [], -1, 0
         if seq.state is State.PREEMPTING:
-            assert seq.num_pending == 0
             seq.num_planned = seq.num_published = 0
             seq.move(State.WAITING)
             self._requeue(seq)
@@ -267,15 +289,17 @@ class Rank:
 
     # ---- blocks
 
-    def _grow(self, seq: Sequence) -> bool:
-        """One more block for a decoding sequence; somebody may have to give way, perhaps itself."""
-        if not self._make_room(seq):
-            return False
-        block = self.pool.allocate()
-        seq.block_ids.append(block)
-        seq.capacity += self.shape.block_size
-        self._appends.append((seq.slot, block))
-        return True
+    def _grow(self, seq: Sequence) -> None:
+        """One more block for a decoding sequence, if there is one; somebody may have to give way, perhaps itself."""
+        if self._make_room(seq):
+            block = self.pool.allocate()
+            seq.block_ids.append(block)
+            self._set_capacity(seq)
+            self._appends.append((seq.slot, block))
+
+    def _set_capacity(self, seq: Sequence) -> None:
+        seq.capacity = len(seq.block_ids) * self.shape.block_size
+        seq.limit = min(seq.capacity, seq.max_length - 1)
 
     def _make_room(self, seq: Sequence) -> bool:
         """Is a block available now? If not, see to it that one will be."""
@@ -321,3 +345,4 @@ class Rank:
         for seq in running:
             assert len(seq.block_ids) * self.shape.block_size == seq.capacity >= seq.num_planned
             assert 0 <= seq.num_pending <= 2 and len(seq.tokens) + seq.num_pending <= seq.max_length
+            assert seq.limit == min(seq.capacity, seq.max_length - 1)

@@ -111,9 +111,9 @@ class Sequence:
         "generation",
         "held_block_ids",
         "last_step",
+        "limit",
         "max_length",
         "min_length",
-        "num_pending",
         "num_planned",
         "num_prompt",
         "num_published",
@@ -137,7 +137,6 @@ class Sequence:
         self.stop_ids = request.stop_ids
         self.min_length = request.sampling[sample_index].min_length
         self.num_planned = 0  # positions that steps sent so far compute
-        self.num_pending = 0  # tokens that steps in flight will bring
         self.num_published = 0  # blocks that others can adopt
         self.last_step = -1  # last step sent that names it
         self.rank = 0
@@ -145,6 +144,7 @@ class Sequence:
         self.generation = -1
         self.block_ids: list[int] = []
         self.capacity = 0  # tokens that its blocks hold
+        self.limit = 0  # how far it may decode without a look: its blocks, or its length, end there
         self.block_hashes: list[bytes] = []
         self.held_block_ids: list[int] = []  # prompt blocks kept for a sample that still waits
         self.finish_reason: FinishReason | None = None
@@ -153,6 +153,11 @@ class Sequence:
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that steps in flight will bring."""
+        return self.num_planned + 1 - len(self.tokens) if self.state is not State.PREFILL else 0
 
     @property
     def has_slot(self) -> bool:

@@ -49,13 +49,8 @@ class TokenLogprobs(NamedTuple):
     values: Sequence_[float]
 
 
-class Emission(NamedTuple):
-    """One sample got a token, or ended, or both."""
-
-    seq: Sequence
-    token: int | None
-    finish_reason: FinishReason | None
-    logprobs: TokenLogprobs | None = None
+Emission = tuple[Sequence, int | None, FinishReason | None, TokenLogprobs | None]
+"""One sample got a token, or ended, or both. A plain tuple: there is one for every token."""
 
 
 class SchedulerStats(NamedTuple):
@@ -153,7 +148,7 @@ class Scheduler:
         ended = [seq for seq in request.samples if seq.state is not State.FINISHED]
         for seq in reversed(ended):  # the first sample last: the others depend on its prompt
             self.finish(seq, reason, now)
-        return [Emission(seq, None, reason) for seq in ended]
+        return [(seq, None, reason, None) for seq in ended]
 
     def _note_finish(self, now: float) -> None:
         gap_s = max(now - self._last_finish_s, 1e-6)
@@ -253,7 +248,6 @@ class Scheduler:
         for index, (seq, token) in enumerate(zip(sampled, tokens, strict=True)):
             if seq.state is State.FINISHED:
                 continue  # ended while the step was under way: the token is surplus
-            seq.num_pending -= 1
             known = seq.tokens
             known.append(token)
             length = len(known)
@@ -265,7 +259,7 @@ class Scheduler:
                 reason = None
             if length % block_size == 1 and seq.has_slot:
                 rank.publish(seq)
-            emissions.append(Emission(seq, token, reason, logprobs[index] if logprobs else None))
+            emissions.append((seq, token, reason, logprobs[index] if logprobs else None))
             if reason is not None:
                 self.finish(seq, reason, now)
 

@@ -53,14 +53,11 @@ class TokenChunk(Struct, frozen=True, gc=False):
     """Set on the last chunk of a sample."""
 
 
-class Piece(NamedTuple):
-    """One step's part of a sample, on its way to the reader."""
+Piece = tuple[int, int | None, str, TokenLogprob | None, FinishReason | None]
+"""One step's part of a sample on its way to the reader: sample index, token, text, logprob, finish reason.
 
-    sample_index: int
-    token: int | None
-    text: str
-    logprob: TokenLogprob | None
-    finish_reason: FinishReason | None
+A plain tuple: there is one for every token.
+"""
 
 
 class Mailbox:
@@ -104,24 +101,22 @@ class Mailbox:
         if self.is_closed:
             return
         self._pieces.append(piece)
-        if piece.finish_reason is not None:
+        if piece[4] is not None:
             self.num_unfinished -= 1
             self.is_closed = self.num_unfinished == 0
-        self.wake()
+        waiter = self.waiter
+        if waiter is not None:
+            self.waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
 
     def close(self, error: DeepInferError | None) -> None:
         """Nothing more will come. What is here can still be read; then `error` is raised, if any."""
         if not self.is_closed:
             self.is_closed = True
             self.error = error
-            self.wake()
-
-    def wake(self) -> None:
-        waiter = self.waiter
-        if waiter is not None:
-            self.waiter = None
-            if not waiter.done():
-                waiter.set_result(None)
+            if self.waiter is not None and not self.waiter.done():
+                self.waiter.set_result(None)
 
     def take(self) -> TokenChunk | None:
         """Everything that waits for the sample whose piece is oldest, as one chunk."""
@@ -131,9 +126,9 @@ class Mailbox:
         self.num_taken += len(pieces)
         if len(pieces) == 1:
             return self._chunk_of_one(pieces.popleft())
-        first = pieces[0].sample_index
-        mine = [piece for piece in pieces if piece.sample_index == first]
-        others = [piece for piece in pieces if piece.sample_index != first] if len(mine) < len(pieces) else ()
+        first = pieces[0][0]
+        mine = [piece for piece in pieces if piece[0] == first]
+        others = [piece for piece in pieces if piece[0] != first] if len(mine) < len(pieces) else ()
         self._pieces = deque(others)
         self.num_taken -= len(others)
         return self._chunk_of_many(mine)
@@ -148,13 +143,13 @@ class Mailbox:
         return TokenChunk(text, (token,), first_index, sample_index, logprobs, finish_reason)
 
     def _chunk_of_many(self, pieces: Sequence[Piece]) -> TokenChunk:
-        sample_index = pieces[0].sample_index
+        sample_indices, tokens, texts, logprobs, reasons = zip(*pieces, strict=True)
+        sample_index = sample_indices[0]
         first_index = self._num_tokens.get(sample_index, 0)
-        token_ids = tuple([piece.token for piece in pieces if piece.token is not None])
-        logprobs = tuple([piece.logprob for piece in pieces if piece.logprob is not None])
+        token_ids = tuple([token for token in tokens if token is not None])
         self._num_tokens[sample_index] = first_index + len(token_ids)
-        text = "".join([piece.text for piece in pieces])
-        return TokenChunk(text, token_ids, first_index, sample_index, logprobs or None, pieces[-1].finish_reason)
+        known = tuple([logprob for logprob in logprobs if logprob is not None])
+        return TokenChunk("".join(texts), token_ids, first_index, sample_index, known or None, reasons[-1])
 
 
 class TokenStream:

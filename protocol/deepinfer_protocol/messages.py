@@ -235,7 +235,7 @@ def split_columns(data: bytes, num_columns: int) -> list[array[int]]:
 
 
 class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a worker is told on its private socket pair before anything else. One message, at most `MAX_CONFIG_BYTES`."""
+    """What a worker is told on its private socket pair, before all else. One message, at most `MAX_CONFIG_BYTES`."""
 
     version: str
     endpoint: str
