@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct
@@ -91,8 +91,11 @@ def resolve_config(arguments: Mapping[str, Any]) -> EngineConfig:
     return _build({setting.field: setting.value for setting in explain_config(arguments)})
 
 
-def explain_config(arguments: Mapping[str, Any]) -> list[Setting]:
-    """Where each setting comes from. Raises `ConfigError` for an unknown argument or a value out of bounds."""
+def explain_config(arguments: Mapping[str, Any], *, strict: bool = True) -> list[Setting]:
+    """Where each setting comes from. Raises `ConfigError` for an unknown argument or a value out of bounds.
+
+    With `strict` off, arguments may be text, as the environment's are.
+    """
     environment = read_settings()
     hints = get_type_hints(EngineConfig, include_extras=True)
     for name in arguments:
@@ -103,7 +106,7 @@ def explain_config(arguments: Mapping[str, Any]) -> list[Setting]:
     for field, hint in hints.items():
         argument, text, default = arguments.get(field, msgspec.UNSET), environment.get(field), getattr(defaults, field)
         if argument is not msgspec.UNSET and argument is not None:
-            value = _convert(field, argument, hint, strict=True)
+            value = _convert(field, argument, hint, strict=strict)
         elif text is not None:
             value = _convert(ENVIRONMENT_NAMES[field], text, hint, strict=False)
         else:
@@ -117,7 +120,9 @@ def _convert(name: str, value: Any, hint: Any, *, strict: bool) -> Any:
     try:
         return msgspec.convert(value, hint, strict=strict)
     except msgspec.ValidationError as error:
-        raise ConfigError(name, f"{value!r}: {error}") from None
+        choices = get_args(get_args(hint)[0])
+        known = f" (known: {', '.join(choices)})" if choices else ""
+        raise ConfigError(name, f"{value!r}: {error}{known}") from None
 
 
 def _build(values: dict[str, Any]) -> EngineConfig:

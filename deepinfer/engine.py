@@ -478,4 +478,14 @@ def _core_config(config: EngineConfig) -> CoreConfig:
 
 
 def _in_words(tell: Callable[[str], None]) -> ProgressReport:
-    return lambda done, total: tell(f"loading weights: {done / 1e6:.0f} of {total / 1e6:.0f} MB")
+    """Bytes to a line of text, a tenth at a time."""
+    told = 0
+
+    def report(done: int, total: int) -> None:
+        nonlocal told
+        tenths = 10 * done // max(total, 1)
+        if tenths > told:
+            told = tenths
+            tell(f"loading weights: {done / 1e6:.0f} of {total / 1e6:.0f} MB")
+
+    return report

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from deepinfer_protocol import RowFlag, SlotAdmit, StepPlan, pack_int32
 from msgspec import Struct
@@ -50,6 +50,9 @@ class _Columns(NamedTuple):
     num_tokens: bytes
 
 
+_NO_COLUMNS: Final = _Columns([], b"", b"", b"")
+
+
 class Rank:
     """One rank's bookkeeping. Every method leaves `check_integrity` true."""
 
@@ -76,7 +79,7 @@ class Rank:
         self._num_positions: list[int] = []
         self._flags: list[int] = []
         self._appends: list[tuple[int, int]] = []
-        self._columns = _Columns([], b"", b"", b"")
+        self._columns = _NO_COLUMNS
         self._num_decodes = 0  # rows of the plan under construction that decode; they come first
         self.budget = 0  # positions that the plan under construction may still take
 
@@ -168,7 +171,9 @@ class Rank:
         )
         lengths = pack_int32([seq.num_planned for seq in rows])
         expected = columns.addresses + lengths + columns.num_tokens
-        sampled = [seq for seq in rows[self._num_decodes :] if seq.state is State.DECODE]
+        prefills = zip(rows[self._num_decodes :], self._flags[self._num_decodes :], strict=True)
+        # By the flag, not by the state: admission may have preempted a row since it was planned.
+        sampled = [seq for seq, flags in prefills if flags & RowFlag.SAMPLE]
         self._retired, self._admits = [], []
         for seq in rows[self._num_decodes :]:
             self.publish(seq)
@@ -266,6 +271,7 @@ class Rank:
         """Take a sequence off its slot; slot and blocks come back behind the last step that names them."""
         for group in (self.prefill, self.decode, self.parked):
             group.pop(seq, None)
+        self._columns = _NO_COLUMNS  # of rows that will not come again, and must not be kept alive
         seq.move(state)
         slot, block_ids = seq.slot, seq.block_ids
         if state is State.PREEMPTING:

@@ -10,19 +10,23 @@ from deepinfer_workers.gguf_file import GGUFFile
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
-CACHED = Path("~/.cache/deepinfer/models/smollm2-135m").expanduser() / FILE_NAME
+from deepinfer.catalog import default_cache_dir, resolve
+from deepinfer.errors import ModelError
+
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 CONTROL = 3
 """Token type of special tokens in GGUF files."""
 
 
 def model_path() -> Path:
-    """The weights, or a skip that says how to get them."""
-    path = Path(os.environ.get("DEEPINFER_TEST_SMOLLM2") or CACHED)
-    if not path.is_file():
-        pytest.skip(f"no SmolLM2 weights: set DEEPINFER_TEST_SMOLLM2 or put {FILE_NAME} at {CACHED}")
-    return path
+    """The weights: DEEPINFER_TEST_SMOLLM2, else pulled as a user's would be; a skip where there is no way to them."""
+    given = os.environ.get("DEEPINFER_TEST_SMOLLM2")
+    if given:
+        return Path(given)
+    try:
+        return resolve("smollm2-135m", cache_dir=default_cache_dir(), report=lambda _: None).path
+    except ModelError as error:
+        pytest.skip(f"no SmolLM2 weights: {error}")
 
 
 def build_tokenizer(path: Path) -> Tokenizer:

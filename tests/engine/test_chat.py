@@ -1,10 +1,9 @@
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles.smollm2 import model_path
 
 from deepinfer.chat import MAX_STEPS, ChatTemplate
 from deepinfer.errors import InvalidRequest, UnsupportedModel
@@ -29,11 +28,7 @@ def test_messages_become_the_prompt_that_the_template_spells() -> None:
 
 @pytest.mark.model
 def test_smollm2_gets_its_default_system_line() -> None:
-    default = "~/.cache/deepinfer/models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf"
-    path = Path(os.environ.get("DEEPINFER_TEST_SMOLLM2", default)).expanduser()
-    if not path.is_file():
-        pytest.skip(f"no SmolLM2 weights at {path}; DEEPINFER_TEST_SMOLLM2 names them")
-    tokenizer = Tokenizer.from_model(path)
+    tokenizer = Tokenizer.from_model(model_path())
     template = ChatTemplate(tokenizer.chat_template, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
     prompt = template.render([{"role": "user", "content": "What is the capital of France?"}])
     assert prompt == (

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
+from doubles.smollm2 import model_path
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
@@ -39,11 +39,7 @@ def folder(backend: Backend, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def smollm2() -> Tokenizer:
-    default = "~/.cache/deepinfer/models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf"
-    path = Path(os.environ.get("DEEPINFER_TEST_SMOLLM2", default)).expanduser()
-    if not path.is_file():
-        pytest.skip(f"no SmolLM2 weights at {path}; DEEPINFER_TEST_SMOLLM2 names them")
-    return Tokenizer.from_model(path)
+    return Tokenizer.from_model(model_path())
 
 
 def write_json(folder: Path, **files: Any) -> None:

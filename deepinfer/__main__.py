@@ -1,0 +1,5 @@
+"""`python -m deepinfer`."""
+
+from deepinfer.cli import main
+
+main()

@@ -1,0 +1,76 @@
+"""The `deepinfer` command. The only place of the package that prints."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from deepinfer.config import Setting, explain_config
+from deepinfer.errors import DeepInferError
+from deepinfer.version import VERSION
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Large language models as async streams.")
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
+    if version:
+        typer.echo(VERSION)
+        raise typer.Exit
+
+
+@app.command()
+def env(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help="Constructor arguments to try.")
+    ] = None,
+) -> None:
+    """Every setting: constructor argument, environment variable, default, and which of them wins."""
+    try:
+        settings = explain_config(dict(_pair(argument) for argument in arguments or []), strict=False)
+    except DeepInferError as error:
+        typer.echo(f"deepinfer env: {error}", err=True)
+        raise typer.Exit(2) from None
+    Console().print(_table(settings))
+
+
+def _pair(argument: str) -> tuple[str, str]:
+    name, equals, value = argument.partition("=")
+    if not equals:
+        raise typer.BadParameter(f"{argument!r}: NAME=VALUE is expected")
+    return name, value
+
+
+def _table(settings: list[Setting]) -> Table:
+    table = Table(caption="An argument beats the environment, the environment beats the default; * marks the winner.")
+    for column in ("argument", "environment", "default", "what it is"):
+        table.add_column(column, overflow="fold")
+    for setting in settings:
+        has_argument = setting.argument is not msgspec.UNSET
+        has_environment = setting.environment is not None
+        table.add_row(
+            _cell(setting.field, setting.argument if has_argument else None, has_argument),
+            _cell(setting.variable or "-", setting.environment, has_environment and not has_argument),
+            f"{_text(setting.default)}{'' if has_argument or has_environment else ' *'}",
+            setting.description,
+        )
+    return table
+
+
+def _cell(name: str, value: Any, is_winner: bool) -> str:
+    return name if value is None else f"{name}={_text(value)}{' *' if is_winner else ''}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "1" if value else "0"
+    return str(value) if value != "" else '""'
+
+
+def main() -> None:
+    """Entry point."""
+    app()

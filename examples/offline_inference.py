@@ -1,0 +1,71 @@
+"""Answer several prompts at once, and say how fast: what `make demo` runs.
+
+    python examples/offline_inference.py [--model NAME_OR_PATH] [PROMPT ...]
+
+`DEEPINFER_HF_MODEL_DIR=DIR` serves the model folder DIR instead of the small one that is fetched by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import time
+
+from deepinfer import DeepInferError, Engine, SamplingParams
+
+PROMPTS = [
+    "What is the capital of France?",
+    "Explain in two sentences what a CPU cache is.",
+    "Write one sentence about the sea.",
+    "Name three colors of the rainbow.",
+    "Why do leaves fall in autumn?",
+    "What does a librarian do?",
+]
+
+
+async def answer(model: str, prompts: list[str], max_tokens: int) -> None:
+    say(f"starting {model}")
+    started_s = time.perf_counter()
+    engine = await Engine.start(model, on_progress=say)
+    try:
+        say(f"ready after {time.perf_counter() - started_s:.1f} s")
+        params = SamplingParams(temperature=0, max_tokens=max_tokens)
+        started_s = time.perf_counter()
+        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        completions = await engine.generate_many(chats, params)
+        elapsed_s = time.perf_counter() - started_s
+    finally:
+        await engine.aclose()
+    for prompt, completion in zip(prompts, completions, strict=True):
+        print(f"\n> {prompt}\n{completion.text.strip()}")
+    num_tokens = sum(completion.num_generated_tokens for completion in completions)
+    num_prompt_tokens = sum(completion.num_prompt_tokens for completion in completions)
+    print(
+        f"\n{len(completions)} answers, {num_prompt_tokens} prompt tokens, {num_tokens} new tokens "
+        f"in {elapsed_s:.1f} s: {num_tokens / elapsed_s:.0f} tokens/s"
+    )
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT")
+    parser.add_argument("--model", help="a known name, a .gguf file or a model folder")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    arguments = parser.parse_args()
+    model = arguments.model or os.environ.get("DEEPINFER_HF_MODEL_DIR") or "smollm2-135m"
+    try:
+        asyncio.run(answer(model, arguments.prompts or PROMPTS, arguments.max_tokens))
+    except DeepInferError as error:
+        say(f"offline_inference: {error}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

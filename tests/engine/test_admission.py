@@ -1,0 +1,178 @@
+"""Bad input is refused before the core sees it: by a typed error that names the field and the limit, at once."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from deepinfer_protocol import SamplingParams, SlotSampling
+
+from deepinfer.admission import (
+    ModelLimits,
+    admit,
+    check_params,
+    check_priority,
+    check_request_id,
+    check_timeout,
+    check_token_ids,
+)
+from deepinfer.errors import ContextLengthExceeded, InvalidRequest
+
+LIMITS = ModelLimits(vocab_size=1000, max_model_len=100, max_cached_tokens=96, eos_token_ids=(2, 7), has_tokenizer=True)
+NAN, INF = float("nan"), float("inf")
+
+BAD_PARAMS: list[tuple[str, Any, str]] = [
+    ("max_tokens", 0, "1 to"),
+    ("max_tokens", -5, "1 to"),
+    ("max_tokens", 2**31, "1 to 2147483647"),
+    ("max_tokens", 1.5, "integer"),
+    ("max_tokens", True, "integer"),
+    ("max_tokens", "16", "integer"),
+    ("min_tokens", -1, "0 to 96"),
+    ("min_tokens", 97, "0 to 96"),
+    ("temperature", -0.1, "0.0 to 100.0"),
+    ("temperature", NAN, "0.0 to 100.0"),
+    ("temperature", INF, "0.0 to 100.0"),
+    ("temperature", -INF, "0.0 to 100.0"),
+    ("temperature", "hot", "number"),
+    ("temperature", None, "number"),
+    ("top_p", 0.0, "more than 0"),
+    ("top_p", -0.5, "0.0 to 1.0"),
+    ("top_p", 1.01, "0.0 to 1.0"),
+    ("top_p", NAN, "0.0 to 1.0"),
+    ("top_k", -2, "-1 to"),
+    ("top_k", 2**31, "-1 to"),
+    ("top_k", 2.0, "integer"),
+    ("n", 0, "1 to 128"),
+    ("n", -1, "1 to 128"),
+    ("n", 129, "1 to 128"),
+    ("n", 10**9, "1 to 128"),
+    ("n", 2**63, "1 to 128"),
+    ("logprobs", -1, "0 to 20"),
+    ("logprobs", 21, "0 to 20"),
+    ("logprobs", 10**12, "0 to 20"),
+    ("seq_seed", -1, "0 to 9223372036854775807"),
+    ("seq_seed", 2**63, "0 to 9223372036854775807"),
+    ("seq_seed", 0.5, "integer"),
+    ("ignore_eos", 1, "True or False"),
+    ("skip_special_tokens", None, "True or False"),
+    ("detokenize", "no", "True or False"),
+    ("stop_token_ids", [1000], "0 to 999"),
+    ("stop_token_ids", [-1], "0 to 999"),
+    ("stop_token_ids", [2**31], "0 to 999"),
+    ("stop_token_ids", ["a"], "integer"),
+    ("stop_token_ids", "12", "list of token ids"),
+    ("stop_token_ids", 5, "list of token ids"),
+    ("stop_token_ids", list(range(600)), "at most 512"),
+    ("stop", [""], "1 to 1024 characters"),
+    ("stop", "", "1 to 1024 characters"),
+    ("stop", ["x" * 1025], "1 to 1024 characters"),
+    ("stop", ["x"] * 65, "at most 64"),
+    ("stop", [b"x"], "1 to 1024 characters"),
+    ("stop", b"x", "string or a list"),
+    ("stop", 7, "string or a list"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "limit"), BAD_PARAMS, ids=lambda value: f"{value!r:.24}")
+def test_a_parameter_out_of_bounds_is_named_with_its_limit(field: str, value: Any, limit: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check_params(SamplingParams(**{field: value}), LIMITS)
+    assert caught.value.field == field
+    assert str(caught.value).startswith(f"{field}: ") and limit in str(caught.value)
+
+
+BAD_PROMPTS: list[tuple[Any, str]] = [
+    ([1000], "0 to 999"),
+    ([5, -1], "0 to 999"),
+    ([2**31], "0 to 999"),
+    ([2**70], "0 to 999"),
+    ([1.5], "integer"),
+    (["a"], "integer"),
+    ([None], "integer"),
+    ([[1]], "integer"),
+    (b"bytes", "text or a sequence"),
+    (17, "text or a sequence"),
+    ({1, 2}, "text or a sequence"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "limit"), BAD_PROMPTS, ids=lambda value: f"{value!r:.24}")
+def test_a_prompt_that_the_model_does_not_know_is_refused(prompt: Any, limit: str) -> None:
+    with pytest.raises(InvalidRequest, match=limit) as caught:
+        check_token_ids(prompt, LIMITS)
+    assert caught.value.field == "prompt"
+
+
+def test_the_context_is_the_smaller_of_model_and_cache() -> None:
+    assert LIMITS.max_length == 96
+    with pytest.raises(InvalidRequest, match="is empty"):
+        admit(SamplingParams(), 0, LIMITS)
+    with pytest.raises(ContextLengthExceeded, match="at most 95"):
+        check_token_ids([1] * 96, LIMITS)
+    with pytest.raises(ContextLengthExceeded, match="90 prompt tokens and 7 new ones make 97, 96 fit") as caught:
+        admit(SamplingParams(max_tokens=7), 90, LIMITS)
+    assert caught.value.field == "max_tokens"
+    assert admit(SamplingParams(max_tokens=6), 90, LIMITS).max_length == 96
+    assert admit(SamplingParams(), 90, LIMITS).max_length == 96
+
+
+def test_fields_that_exclude_each_other() -> None:
+    with pytest.raises(InvalidRequest, match="min_tokens: 5, more than max_tokens 4"):
+        check_params(SamplingParams(min_tokens=5, max_tokens=4), LIMITS)
+    with pytest.raises(InvalidRequest, match="stop: stop strings need text"):
+        check_params(SamplingParams(stop="x", detokenize=False), LIMITS)
+    with pytest.raises(InvalidRequest, match="params: a dict came"):
+        check_params({"max_tokens": 3}, LIMITS)
+
+
+@pytest.mark.parametrize("request_id", ["", "a b", "x" * 129, "a\nb", "é", 5, b"id", "\x1b[31m"])
+def test_request_ids_are_plain(request_id: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"request_id: .*1 to 128 characters"):
+        check_request_id(request_id)
+
+
+@pytest.mark.parametrize("priority", [2_000_000, -2_000_000, 1.0, None, "high"])
+def test_priorities_are_bounded_integers(priority: Any) -> None:
+    with pytest.raises(InvalidRequest, match="priority"):
+        check_priority(priority)
+
+
+@pytest.mark.parametrize("timeout_s", [-1, NAN, INF, "5", True])
+def test_timeouts_are_seconds(timeout_s: Any) -> None:
+    with pytest.raises(InvalidRequest, match="timeout_s"):
+        check_timeout("timeout_s", timeout_s)
+
+
+def test_what_is_right_becomes_words_of_the_device() -> None:
+    params = check_params(
+        SamplingParams(max_tokens=9, min_tokens=2, temperature=0, top_k=-1, n=2, stop="x", stop_token_ids=[11]), LIMITS
+    )
+    admitted = admit(params, 10, LIMITS)
+    assert admitted.max_length == 19
+    assert admitted.stop_ids == {2, 7, 11} and admitted.stop_strings == ("x",)
+    stop_ids = b"\2\0\0\0\7\0\0\0\x0b\0\0\0"
+    assert admitted.sampling == [SlotSampling(0.0, 1.0, 0, 0, 12, stop_ids, -1)] * 2
+    assert admit(SamplingParams(ignore_eos=True), 10, LIMITS).stop_ids == set()
+
+
+def test_seeds_are_kept_apart_and_kept() -> None:
+    seeded = [admit(SamplingParams(seq_seed=5, n=3), 10, LIMITS) for _ in range(2)]
+    seeds = [sampling.seed for sampling in seeded[0].sampling]
+    assert seeded[0] == seeded[1] and seeds[0] == 5 and len(set(seeds)) == 3
+    assert admit(SamplingParams(), 10, LIMITS).sampling != admit(SamplingParams(), 10, LIMITS).sampling
+
+
+def test_refusals_take_no_time_and_no_memory() -> None:
+    """The cheapest of several tries: this machine may be busy."""
+    cases = [SamplingParams(n=10**9), SamplingParams(stop=["x"] * 10**5), SamplingParams(stop_token_ids=range(10**6))]
+    for params in cases:
+        assert min(_refusal_s(params) for _ in range(20)) < 0.001
+
+
+def _refusal_s(params: SamplingParams) -> float:
+    started_s = time.perf_counter()
+    with pytest.raises(InvalidRequest):
+        check_params(params, LIMITS)
+    return time.perf_counter() - started_s
