@@ -40,7 +40,7 @@ from deepinfer.home import CallerLoop, OwnThread, call_threadsafe
 from deepinfer.many import generate_many
 from deepinfer.rank import CacheShape
 from deepinfer.request import Request
-from deepinfer.result import Completion, Sample
+from deepinfer.result import Completion
 from deepinfer.scheduler import Scheduler, SchedulerConfig, SchedulerStats
 from deepinfer.stream import Mailbox, TokenStream
 from deepinfer.text import TextPipeline
@@ -201,7 +201,7 @@ class Engine:
         Lower `priority` goes first. A request that has not started after `queue_timeout_s`, or not ended after
         `timeout_s`, ends with that as its finish reason. Chunks are deltas, never the text so far.
         """
-        submission = _Submission(request_id or f"r{next(self._serial)}", prompt, messages)
+        submission = _Submission(request_id or f"#{next(self._serial)}", prompt, messages)
         try:
             self._check_usable()
             self._prepare(submission, request_id, params, priority, queue_timeout_s, timeout_s)
@@ -220,7 +220,7 @@ class Engine:
     ) -> Completion:
         """All samples of one request, whole. Takes what `stream` takes and raises what reading it raises."""
         async with self.stream(prompt, params, **options) as stream:
-            completion = Completion(stream.request_id, [Sample() for _ in range(params.n if params else 1)])
+            completion = Completion(stream.request_id)
             async for chunk in stream:
                 completion.add(chunk)
             completion.num_prompt_tokens = stream.num_prompt_tokens

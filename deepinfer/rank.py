@@ -42,7 +42,6 @@ class _Columns(NamedTuple):
     """The part of a plan's rows that does not change from one step of the same decoding rows to the next."""
 
     rows: list[Sequence]
-    """Empty when some of them did not decode."""
     addresses: bytes
     """Slots, generations."""
     work: bytes
@@ -100,8 +99,7 @@ class Rank:
 
     def worst(self) -> Sequence | None:
         """Who gives way first: a sequence that nobody reads, else the last in order."""
-        candidates = self.parked or [*self.prefill, *self.decode]
-        return max(candidates, key=lambda seq: seq.request.order, default=None)
+        return max(self.running(), key=lambda seq: (seq.request.is_paused, seq.request.order), default=None)
 
     # ---- one plan
 
@@ -174,23 +172,25 @@ class Rank:
         prefills = zip(rows[self._num_decodes :], self._flags[self._num_decodes :], strict=True)
         # By the flag, not by the state: admission may have preempted a row since it was planned.
         sampled = [seq for seq, flags in prefills if flags & RowFlag.SAMPLE]
-        self._retired, self._admits = [], []
+        self._retired, self._admits, self._appends = [], [], []
         for seq in rows[self._num_decodes :]:
             self.publish(seq)
+        self._rows = []
         return RankStep(plan, expected, rows[: self._num_decodes] + sampled)
 
     def _columns_of(self, rows: list[Sequence]) -> _Columns:
         """Columns that stay as they are while the same sequences decode, step after step."""
-        if self._num_decodes == len(rows) and rows == self._columns.rows:
+        all_decode = self._num_decodes == len(rows)
+        if rows and all_decode and rows == self._columns.rows:
             return self._columns
         num_tokens = [1 if flags & RowFlag.SAMPLE else 0 for flags in self._flags]
         columns = _Columns(
-            rows if self._num_decodes == len(rows) else [],
+            rows,
             pack_int32([seq.slot for seq in rows] + [seq.generation for seq in rows]),
             pack_int32(self._num_positions + self._flags),
             pack_int32(num_tokens),
         )
-        self._columns = columns
+        self._columns = columns if all_decode else _NO_COLUMNS
         return columns
 
     # ---- admission
@@ -272,6 +272,8 @@ class Rank:
         for group in (self.prefill, self.decode, self.parked):
             group.pop(seq, None)
         self._columns = _NO_COLUMNS  # of rows that will not come again, and must not be kept alive
+        if seq not in self._rows:  # it may have grown for a row that it will not have
+            self._appends = [(slot, block) for slot, block in self._appends if slot != seq.slot]
         seq.move(state)
         slot, block_ids = seq.slot, seq.block_ids
         if state is State.PREEMPTING:

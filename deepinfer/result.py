@@ -21,7 +21,7 @@ class Completion(Struct):
     """Everything that one request brought."""
 
     request_id: str
-    samples: list[Sample]
+    samples: list[Sample] = field(default_factory=list)
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens that a prefix hit spared."""
@@ -47,6 +47,8 @@ class Completion(Struct):
 
     def add(self, chunk: TokenChunk) -> None:
         """One more delta."""
+        while len(self.samples) <= chunk.sample_index:
+            self.samples.append(Sample())
         sample = self.samples[chunk.sample_index]
         sample.text += chunk.text
         sample.token_ids += chunk.token_ids

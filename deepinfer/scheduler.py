@@ -337,14 +337,15 @@ class Scheduler:
         return bool(others)
 
     def _make_way(self, seq: Sequence) -> bool:
-        """Preempt one sequence of lower priority, unless room is on its way. Is there more room now?"""
+        """Preempt a sequence that nobody reads, or of lower priority, unless room is on its way. Is there more now?"""
         if any(rank.release.num_slots for rank in self.ranks):
             return False
         victims = [victim for rank in self.ranks if rank.budget > 0 and (victim := rank.worst()) is not None]
-        victim = max(victims, key=lambda victim: victim.request.order, default=None)
-        if victim is None or victim.request.order <= seq.request.order:
+        victim = max(victims, key=lambda victim: (victim.request.is_paused, victim.request.order), default=None)
+        if victim is None:
             return False
-        if victim.request.priority <= seq.request.priority and not victim.request.is_paused:
+        theirs, mine = victim.request, seq.request
+        if not theirs.is_paused and (theirs.order <= mine.order or theirs.priority <= mine.priority):
             return False
         rank = self.ranks[victim.rank]
         rank.leave(victim, State.PREEMPTING)

@@ -12,6 +12,8 @@ from deepinfer_protocol import (
     WorkerConfig,
     decode,
     encode,
+    split_columns,
+    unpack_int32,
     wire_version,
 )
 from deepinfer_workers.fake import FakeRunner
@@ -47,6 +49,38 @@ def fake_config(shape: CacheShape, rank: int = 0, num_ranks: int = 1, vocab_size
     )
 
 
+class FenceGuard:
+    """Asserts deferred release: what a step in flight names is not handed to anybody else before its result."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._blocks_of: dict[int, list[int]] = {}
+        self._in_flight: dict[int, tuple[set[int], set[int]]] = {}
+
+    def sent(self, plan: StepPlan) -> None:
+        for slot in unpack_int32(plan.retired):
+            del self._blocks_of[slot]
+        for admit in plan.admits:
+            assert all(admit.slot not in slots for slots, _ in self._in_flight.values()), (
+                f"slot {admit.slot} is in flight"
+            )
+            block_ids = list(unpack_int32(admit.block_ids))
+            self._check_fresh(block_ids[admit.length // self._block_size :])
+            self._blocks_of[admit.slot] = block_ids
+        for slot, block in zip(*split_columns(plan.appends, 2), strict=True):
+            self._check_fresh([block])
+            self._blocks_of[slot].append(block)
+        slots = set(split_columns(plan.rows, 4)[0])
+        self._in_flight[plan.step_id] = (slots, {block for slot in slots for block in self._blocks_of[slot]})
+
+    def answered(self, plan: StepPlan) -> None:
+        del self._in_flight[plan.step_id]
+
+    def _check_fresh(self, block_ids: list[int]) -> None:
+        for _, blocks in self._in_flight.values():
+            assert blocks.isdisjoint(block_ids), f"blocks {blocks.intersection(block_ids)} are in flight"
+
+
 class SimulatedGroup:
     """Implements `WorkerLink`. Each rank is a device with a queue; a step takes as long as its slowest rank."""
 
@@ -54,6 +88,7 @@ class SimulatedGroup:
         self._clock = clock
         self._random = random.Random(seed)
         self._runners = [FakeRunner(fake_config(shape, rank, num_ranks, vocab_size)) for rank in range(num_ranks)]
+        self._guards = [FenceGuard(shape.block_size) for _ in range(num_ranks)]
         self._free_s = [0.0] * num_ranks
         self._answered_s = [0.0] * num_ranks
         self._listener: LinkListener | None = None
@@ -72,6 +107,7 @@ class SimulatedGroup:
     def send(self, rank: int, message: AnyMessage) -> None:
         plan = decode(encode(message))
         assert isinstance(plan, StepPlan)
+        self._guards[rank].sent(plan)
         self.padded_positions.setdefault(plan.step_id, set()).add(plan.padded_positions)
         start_s = max(self._clock.time() + self._random.uniform(0, 0.001), self._free_s[rank])
         self._free_s[rank] = start_s + self._random.uniform(0.001, 0.01)
@@ -83,5 +119,6 @@ class SimulatedGroup:
         runner = self._runners[rank]
         output = runner.compute(runner.build(plan), no_masks)
         result = StepResult(plan.epoch, plan.step_id, rank, 0, 0, 0, *output)
+        self._guards[rank].answered(plan)
         if self._listener is not None:
             self._listener.on_message(rank, decode(encode(result)))

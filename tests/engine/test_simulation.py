@@ -66,9 +66,9 @@ class Simulation:
     def _shape(self) -> CacheShape:
         """Preempted: slots or blocks for a fraction of what is asked."""
         if not self.case.preempted:
-            return CacheShape(num_slots=24, num_blocks=2048, block_size=self.block_size)
+            return CacheShape(num_slots=24, num_blocks=1024, block_size=self.block_size)
         if self.case.batch == 1:
-            return CacheShape(num_slots=1, num_blocks=2048, block_size=self.block_size)
+            return CacheShape(num_slots=1, num_blocks=1024, block_size=self.block_size)
         return CacheShape(num_slots=24, num_blocks=160 // self.block_size, block_size=self.block_size)
 
     def request(self, *, priority: int = 0, n: int = 1) -> Request:
@@ -100,7 +100,7 @@ class Simulation:
         self.clock.call_at(when_s, submit)
 
     def run(self) -> None:
-        integrity_every = self.random.choice((1, 1, 5))
+        integrity_every = self.random.choice((1, 5, 25))
         for step in itertools.count():
             if step % integrity_every == 0:
                 self.core.check_integrity()
