@@ -20,9 +20,8 @@ import timeit
 from collections.abc import Sequence
 from typing import Any
 
-from deepinfer_protocol import StepPlan, encode, pack_int32
-
 from deepinfer import Engine, SamplingParams
+from deepinfer_protocol import StepPlan, encode, pack_int32
 
 NUM_STREAMS = 256
 NUM_TOKENS = 400

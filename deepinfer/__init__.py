@@ -5,8 +5,6 @@ async with Engine("smollm2-135m") as engine:
         print(tok.text, end="", flush=True)
 """
 
-from deepinfer_protocol import SamplingParams
-
 from deepinfer.config import EngineConfig
 from deepinfer.engine import Engine, EngineStats
 from deepinfer.errors import (
@@ -32,6 +30,7 @@ from deepinfer.result import Completion, Sample
 from deepinfer.stream import Logprob, TokenChunk, TokenLogprob, TokenStream
 from deepinfer.sync import SyncEngine, SyncStream
 from deepinfer.version import VERSION as __version__
+from deepinfer_protocol import SamplingParams
 
 __all__ = [
     "Completion",

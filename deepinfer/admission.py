@@ -12,11 +12,11 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, Final
 
-from deepinfer_protocol import SamplingParams, SlotSampling, pack_int32
-from deepinfer_protocol.limits import MAX_LOGPROBS, MAX_STOP_IDS
 from msgspec import Struct
 
 from deepinfer.errors import ContextLengthExceeded, InvalidRequest
+from deepinfer_protocol import SamplingParams, SlotSampling, pack_int32
+from deepinfer_protocol.limits import MAX_LOGPROBS, MAX_STOP_IDS
 
 MAX_SAMPLES: Final = 128
 MAX_STOP_STRINGS: Final = 64

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from math import inf
 from typing import Any, Protocol
 
-from deepinfer_protocol import AnyMessage, StepResult
 from msgspec import Struct
 
 from deepinfer.errors import DeepInferError, EngineClosed, SlowConsumer, WorkerLost
@@ -21,6 +20,7 @@ from deepinfer.output import OutputText
 from deepinfer.request import FinishReason, Request, Sequence
 from deepinfer.scheduler import Emission, Scheduler, Step, TokenLogprobs
 from deepinfer.stream import Logprob, Mailbox, Piece, TokenLogprob
+from deepinfer_protocol import AnyMessage, StepResult
 
 
 class Timer(Protocol):

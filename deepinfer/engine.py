@@ -8,50 +8,34 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
+import secrets
 import warnings
-from array import array
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
-from deepinfer_protocol import Ready, SamplingParams, wire_version
-
-from deepinfer.admission import (
-    Admitted,
-    ModelLimits,
-    admit,
-    check_params,
-    check_priority,
-    check_request_id,
-    check_timeout,
-    check_token_ids,
-)
+from deepinfer.admission import ModelLimits
 from deepinfer.catalog import resolve
 from deepinfer.config import EngineConfig, resolve_config
 from deepinfer.core import CoreConfig, CoreStats, EngineCore
-from deepinfer.errors import ConfigError, DeepInferError, EngineClosed, ForkedEngine, InvalidRequest, WrongLoop
+from deepinfer.errors import ConfigError, DeepInferError, EngineClosed, ForkedEngine, WrongLoop
 from deepinfer.group import ProgressReport, WorkerGroup
 from deepinfer.home import CallerLoop, OwnThread, call_threadsafe
+from deepinfer.intake import Intake, Messages, Prompt, Submission
 from deepinfer.many import generate_many
 from deepinfer.rank import CacheShape
 from deepinfer.request import Request
 from deepinfer.result import Completion
 from deepinfer.scheduler import Scheduler, SchedulerConfig, SchedulerStats
-from deepinfer.stream import Mailbox, TokenStream
+from deepinfer.stream import TokenStream
 from deepinfer.text import TextPipeline
 from deepinfer.version import VERSION
+from deepinfer_protocol import Ready, SamplingParams, wire_version
 
 FAKE_MODEL: Final = "fake"
-INLINE_CHARACTERS: Final = 1000
-"""Longer text is encoded in a thread: the loop goes on meanwhile."""
-
-Prompt = str | Sequence[int]
-Messages = Sequence[Mapping[str, Any]]
 
 
 class EngineStats(NamedTuple):
@@ -75,7 +59,6 @@ class Engine:
         self.config: EngineConfig = resolve_config(settings)
         if not self.config.model:
             raise ConfigError("model", "no model: give a name or a path, or set DEEPINFER_HF_MODEL_DIR")
-        self._serial = count()
         self._pid = os.getpid()
         self._state = _State.NEW
         self._starting: asyncio.Task[None] | None = None
@@ -139,6 +122,7 @@ class Engine:
         scheduler = Scheduler(_scheduler_config(config), [_shape(rank) for rank in ready], epoch=self._group.epoch)
         self._core = EngineCore(scheduler, self._group.link, self._home.loop, _core_config(config))
         self._core.on_failure = self._group.supervisor.kill
+        self._intake = Intake(self.limits, self._text, self._executor, self._hand_over)
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -201,17 +185,21 @@ class Engine:
         Lower `priority` goes first. A request that has not started after `queue_timeout_s`, or not ended after
         `timeout_s`, ends with that as its finish reason. Chunks are deltas, never the text so far.
         """
-        submission = _Submission(request_id or f"#{next(self._serial)}", prompt, messages)
+        submission = Submission(prompt, messages, secrets.token_hex(8) if request_id is None else request_id)
+        core = getattr(self, "_core", None)
         try:
             self._check_usable()
-            self._prepare(submission, request_id, params, priority, queue_timeout_s, timeout_s)
+            submission.mailbox.loop = self._reader_loop()
+            self._intake.take(
+                submission, params, priority=priority, queue_timeout_s=queue_timeout_s, timeout_s=timeout_s
+            )
         except DeepInferError as error:
             submission.mailbox.close(error)
         return TokenStream(
             submission.request_id,
             submission.mailbox,
-            partial(self._post_threadsafe, _abort, (self, submission)),
-            partial(self._post, _resume, (self, submission)),
+            partial(self._post_threadsafe, submission.abort, core),
+            partial(self._post, submission.resume, core),
             self.config.max_unread_tokens // 2,
         )
 
@@ -267,33 +255,6 @@ class Engine:
         if self._state is not _State.RUNNING:
             raise EngineClosed(f"the engine is {self._state}")
 
-    def _prepare(
-        self,
-        submission: _Submission,
-        request_id: str | None,
-        params: SamplingParams | None,
-        priority: int,
-        queue_timeout_s: float | None,
-        timeout_s: float | None,
-    ) -> None:
-        """Check everything that can be checked here, then encode: here, or in a thread if it may take long."""
-        submission.mailbox.loop = self._reader_loop()
-        if request_id is not None:
-            check_request_id(request_id)
-        submission.params = check_params(params, self.limits)
-        submission.mailbox.num_unfinished = submission.params.n
-        submission.priority = check_priority(priority)
-        now = time.monotonic()
-        submission.arrival_s = now
-        submission.queue_deadline_s = now + check_timeout("queue_timeout_s", queue_timeout_s)
-        submission.deadline_s = now + check_timeout("timeout_s", timeout_s)
-        if _num_characters(submission) <= INLINE_CHARACTERS:
-            self._submit(submission, self._encode(submission))
-        else:
-            self._check_characters(submission)
-            encoding = self._executor.submit(self._encode, submission)
-            encoding.add_done_callback(partial(self._on_encoded, submission))
-
     def _reader_loop(self) -> asyncio.AbstractEventLoop:
         try:
             loop = asyncio.get_running_loop()
@@ -303,57 +264,8 @@ class Engine:
             raise WrongLoop("this engine belongs to the loop that opened it; Engine(own_thread=True) serves any loop")
         return loop
 
-    def _encode(self, submission: _Submission) -> array[int]:
-        prompt, messages = submission.prompt, submission.messages
-        if (prompt is None) == (messages is None):
-            raise InvalidRequest("prompt", "give a prompt or messages, and not both")
-        if prompt is not None and not isinstance(prompt, str):
-            return check_token_ids(prompt, self.limits)
-        if self._text is None:
-            raise InvalidRequest("prompt", "this engine has no tokenizer: give token ids")
-        if messages is not None:
-            return check_token_ids(self._text.encode_messages(messages), self.limits)
-        assert isinstance(prompt, str)
-        return check_token_ids(self._text.encode(prompt), self.limits)
-
-    def _check_characters(self, submission: _Submission) -> None:
-        """Text that cannot fit, however it is encoded, is not encoded."""
-        if self._text is not None and isinstance(submission.prompt, str):
-            limit = self.limits.max_length * self._text.max_token_characters
-            if len(submission.prompt) > limit:
-                raise InvalidRequest("prompt", f"{len(submission.prompt)} characters, at most {limit} can fit")
-
-    def _on_encoded(self, submission: _Submission, encoding: Future[array[int]]) -> None:
-        """In the encoder's thread."""
-        try:
-            self._submit(submission, encoding.result())
-        except DeepInferError as error:
-            assert submission.mailbox.loop is not None
-            call_threadsafe(submission.mailbox.loop, partial(submission.mailbox.close, error))
-
-    def _submit(self, submission: _Submission, prompt: array[int]) -> None:
-        admitted = admit(submission.params, len(prompt), self.limits)
-        submission.mailbox.num_prompt_tokens = len(prompt)
-        request = self._request(submission, prompt, admitted)
-        self._post(_submit, (self, submission, request))
-
-    def _request(self, submission: _Submission, prompt: array[int], admitted: Admitted) -> Request:
-        request = Request(
-            submission.request_id,
-            prompt,
-            admitted.sampling,
-            max_length=admitted.max_length,
-            stop_ids=admitted.stop_ids,
-            priority=submission.priority,
-            arrival_s=submission.arrival_s,
-            queue_deadline_s=submission.queue_deadline_s,
-            deadline_s=submission.deadline_s,
-            user=submission.mailbox,
-        )
-        if self._text is not None:
-            for seq in request.samples:
-                seq.user = self._text.output(submission.params, prompt, admitted.stop_strings)
-        return request
+    def _hand_over(self, submission: Submission, request: Request) -> None:
+        self._post(partial(submission.submit, request), self._core)
 
     def _post(self, action: Callable[[Any], None], argument: Any) -> None:
         """Run `action(argument)` in the core, from any thread."""
@@ -377,70 +289,6 @@ class _State:
     STARTING: Final = "starting"
     RUNNING: Final = "running"
     CLOSED: Final = "closed"
-
-
-class _Submission:
-    """A request on its way to the core: what the caller gave, and the mailbox that its stream reads."""
-
-    __slots__ = (
-        "arrival_s",
-        "deadline_s",
-        "is_aborted",
-        "mailbox",
-        "messages",
-        "params",
-        "priority",
-        "prompt",
-        "queue_deadline_s",
-        "request",
-        "request_id",
-    )
-
-    def __init__(self, request_id: str, prompt: Prompt | None, messages: Messages | None) -> None:
-        self.request_id = request_id
-        self.prompt = prompt
-        self.messages = messages
-        self.mailbox = Mailbox(None)
-        self.params = SamplingParams()
-        self.priority = 0
-        self.arrival_s = self.queue_deadline_s = self.deadline_s = 0.0
-        self.request: Request | None = None  # the core's, once it is there
-        self.is_aborted = False
-
-
-# In the core. Functions and not methods of `_Submission`, so that a stream's finalizer holds no stream.
-
-
-def _submit(argument: tuple[Engine, _Submission, Request]) -> None:
-    engine, submission, request = argument
-    submission.prompt = submission.messages = None
-    if not submission.is_aborted:
-        submission.request = request
-        engine._core.submit(request)
-
-
-def _abort(argument: tuple[Engine, _Submission]) -> None:
-    engine, submission = argument
-    if submission.request is not None:
-        engine._core.abort(submission.request)
-    elif not submission.is_aborted:
-        submission.is_aborted = True
-        engine._core.end_unsubmitted(submission.mailbox, submission.params.n)
-
-
-def _resume(argument: tuple[Engine, _Submission]) -> None:
-    engine, submission = argument
-    if submission.request is not None:
-        engine._core.resume(submission.request)
-
-
-def _num_characters(submission: _Submission) -> int:
-    """Text to encode; token ids count as little, since checking them is quick."""
-    if isinstance(submission.prompt, str):
-        return len(submission.prompt)
-    if isinstance(submission.messages, Sequence):
-        return sum(len(str(m.get("content", ""))) if isinstance(m, Mapping) else 0 for m in submission.messages)
-    return 0
 
 
 def _limits(ready: list[Ready], text: TextPipeline | None) -> ModelLimits:

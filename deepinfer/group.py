@@ -10,13 +10,12 @@ import secrets
 from collections.abc import Callable
 from typing import Final
 
-from deepinfer_protocol import AnyMessage, Fault, Hello, Progress, Ready, Shutdown, WorkerConfig
-
 from deepinfer.config import EngineConfig
 from deepinfer.errors import DeepInferError, ModelFileError, UnsupportedModel, WorkerStartError
 from deepinfer.runtime_dir import RuntimeDir
 from deepinfer.supervisor import Supervisor
 from deepinfer.zmq_link import ZmqWorkerLink
+from deepinfer_protocol import AnyMessage, Fault, Hello, Progress, Ready, Shutdown, WorkerConfig
 
 STOP_GRACE_S: Final = 5.0
 ProgressReport = Callable[[int, int], None]

@@ -9,12 +9,12 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from deepinfer_protocol import SamplingParams
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from deepinfer.errors import InvalidRequest
 from deepinfer.result import Completion
+from deepinfer_protocol import SamplingParams
 
 if TYPE_CHECKING:
     from deepinfer.engine import Engine

@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
-from deepinfer_protocol import RowFlag, SlotAdmit, StepPlan, pack_int32
 from msgspec import Struct
 
 from deepinfer.blocks import BlockPool
 from deepinfer.prefix import chain_root, extend_chain
 from deepinfer.release import DeferredRelease
 from deepinfer.request import Sequence, State
+from deepinfer_protocol import RowFlag, SlotAdmit, StepPlan, pack_int32
 
 
 class CacheShape(Struct, frozen=True):

@@ -13,12 +13,12 @@ from itertools import count
 from math import inf
 from typing import NamedTuple
 
-from deepinfer_protocol import StepResult, split_columns, unpack_float32, unpack_int32
 from msgspec import Struct
 
 from deepinfer.errors import DuplicateRequestId, Overloaded, WorkerLost
 from deepinfer.rank import CacheShape, Rank, RankStep
 from deepinfer.request import FinishReason, Request, Sequence, State
+from deepinfer_protocol import StepResult, split_columns, unpack_float32, unpack_int32
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True):

@@ -118,6 +118,14 @@ class Mailbox:
             if self.waiter is not None and not self.waiter.done():
                 self.waiter.set_result(None)
 
+    def close_threadsafe(self, error: DeepInferError) -> None:
+        """`close`, from any thread; nothing if the reader's loop is over."""
+        assert self.loop is not None
+        try:
+            self.loop.call_soon_threadsafe(self.close, error)
+        except RuntimeError:
+            pass
+
     def take(self) -> TokenChunk | None:
         """Everything that waits for the sample whose piece is oldest, as one chunk."""
         pieces = self._pieces

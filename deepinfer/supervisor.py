@@ -17,10 +17,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from deepinfer_protocol import WorkerConfig, encode_config
-
 from deepinfer.env import worker_environment
 from deepinfer.errors import WorkerStartError
+from deepinfer_protocol import WorkerConfig, encode_config
 
 FAULT_GRACE_S: Final = 0.1
 """A worker that ends by itself has said why: its last message gets this long to arrive."""

@@ -8,11 +8,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
-from deepinfer_protocol import SamplingParams
 
-from deepinfer.engine import Engine, Messages, Prompt
+from deepinfer.engine import Engine
+from deepinfer.intake import Messages, Prompt
 from deepinfer.result import Completion
 from deepinfer.stream import TokenChunk, TokenStream
+from deepinfer_protocol import SamplingParams
 
 
 class SyncStream:

@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepinfer_protocol import SamplingParams
-
 from deepinfer.chat import ChatTemplate
 from deepinfer.detokenizer import DetokenizerFactory
 from deepinfer.output import OutputText
 from deepinfer.stops import StopMatcher
 from deepinfer.tokenizer import Tokenizer
+from deepinfer_protocol import SamplingParams
 
 
 class TextPipeline:

@@ -10,10 +10,10 @@ import asyncio
 from typing import Final
 
 import zmq
-from deepinfer_protocol import AnyMessage, ProtocolError, decode, encode
-from deepinfer_protocol.limits import MAX_MESSAGE_BYTES
 
 from deepinfer.link import LinkListener
+from deepinfer_protocol import AnyMessage, ProtocolError, decode, encode
+from deepinfer_protocol.limits import MAX_MESSAGE_BYTES
 
 _MAX_READS_AT_ONCE: Final = 64
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import msgspec
+
 from deepinfer_protocol import (
     MaskBatch,
     Ready,

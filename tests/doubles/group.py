@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+from deepinfer.link import LinkListener
+from deepinfer.rank import CacheShape
 from deepinfer_protocol import (
     AnyMessage,
     MaskBatch,
@@ -17,9 +19,6 @@ from deepinfer_protocol import (
     wire_version,
 )
 from deepinfer_workers.fake import FakeRunner
-
-from deepinfer.link import LinkListener
-from deepinfer.rank import CacheShape
 from doubles.clock import VirtualClock
 
 

@@ -6,12 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
-from deepinfer_workers.gguf_file import GGUFFile
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from deepinfer.catalog import default_cache_dir, resolve
 from deepinfer.errors import ModelError
+from deepinfer_workers.gguf_file import GGUFFile
 
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 CONTROL = 3

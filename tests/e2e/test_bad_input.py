@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepinfer_protocol import SlotSampling
-from doubles.oracle import completion
-from doubles.smollm2 import model_path
 from safetensors.numpy import save_file
 
 from deepinfer import (
@@ -23,6 +20,9 @@ from deepinfer import (
     UnknownModel,
     UnsupportedModel,
 )
+from deepinfer_protocol import SlotSampling
+from doubles.oracle import completion
+from doubles.smollm2 import model_path
 
 REFUSED: list[tuple[dict[str, Any], type[InvalidRequest], str]] = [
     ({"prompt": []}, InvalidRequest, "prompt"),

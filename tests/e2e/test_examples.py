@@ -11,6 +11,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+
 from doubles.smollm2 import model_path
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(180)]

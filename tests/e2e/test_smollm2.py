@@ -6,9 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
-from doubles.smollm2 import model_path
 
 from deepinfer import Engine, SamplingParams
+from doubles.smollm2 import model_path
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 

@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 import pytest
-from deepinfer_protocol import SamplingParams, SlotSampling
 
 from deepinfer.admission import (
     ModelLimits,
@@ -18,6 +17,7 @@ from deepinfer.admission import (
     check_token_ids,
 )
 from deepinfer.errors import ContextLengthExceeded, InvalidRequest
+from deepinfer_protocol import SamplingParams, SlotSampling
 
 LIMITS = ModelLimits(vocab_size=1000, max_model_len=100, max_cached_tokens=96, eos_token_ids=(2, 7), has_tokenizer=True)
 NAN, INF = float("nan"), float("inf")

@@ -3,11 +3,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from doubles.smollm2 import model_path
 
 from deepinfer.chat import MAX_STEPS, ChatTemplate
 from deepinfer.errors import InvalidRequest, UnsupportedModel
 from deepinfer.tokenizer import Tokenizer
+from doubles.smollm2 import model_path
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
 CHATML = (

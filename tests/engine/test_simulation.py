@@ -8,16 +8,16 @@ from array import array
 from typing import NamedTuple
 
 import pytest
-from deepinfer_protocol import SlotSampling
-from doubles.clock import VirtualClock
-from doubles.group import SimulatedGroup
-from doubles.oracle import completion
 
 from deepinfer.core import CoreConfig, EngineCore
 from deepinfer.rank import CacheShape
 from deepinfer.request import Request
 from deepinfer.scheduler import Scheduler, SchedulerConfig
 from deepinfer.stream import Mailbox, TokenChunk
+from deepinfer_protocol import SlotSampling
+from doubles.clock import VirtualClock
+from doubles.group import SimulatedGroup
+from doubles.oracle import completion
 
 VOCAB_SIZE = 97
 WHOLE = 1 << 20

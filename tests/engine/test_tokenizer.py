@@ -7,7 +7,6 @@ from typing import Any
 
 import gguf
 import pytest
-from doubles.smollm2 import model_path
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
@@ -15,6 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from deepinfer.errors import InvalidRequest, ModelFileError, UnsupportedModel
 from deepinfer.tokenizer import PRE_TOKENIZERS, Tokenizer
+from doubles.smollm2 import model_path
 
 TEXT = "The CPU's cache 12345: naïve café, 你好世界 👩‍👩‍👧\r\n\t  spaces   here"
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+
 from deepinfer_kernels import Ops, UnknownAccelerator, select_ops
 from deepinfer_kernels.linear import TILE_ROWS, proven_heights, tile_heights
-from torch import Tensor
 
 # Absolute, for inputs of standard normal size.
 TOLERANCE = {"linear": 1e-4, "attention": 1e-5, "elementwise": 1e-5}

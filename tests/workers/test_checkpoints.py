@@ -12,6 +12,10 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
 from deepinfer_kernels import select_ops
 from deepinfer_workers.checkpoint import Checkpoint
 from deepinfer_workers.gguf_file import GGUFFile
@@ -20,9 +24,6 @@ from deepinfer_workers.runner import WorkerFault
 from deepinfer_workers.safetensors_folder import SafetensorsFolder
 from doubles.driver import Driver
 from doubles.tiny_llama import TinyLlama
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from safetensors.numpy import save_file
 
 TINY = TinyLlama()
 GGUF_NAMES = {

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gguf
 import numpy as np
 import pytest
-from deepinfer_workers.dequantize import dequantize
 from gguf import GGMLQuantizationType as Type
+
+from deepinfer_workers.dequantize import dequantize
 
 
 @pytest.mark.parametrize(

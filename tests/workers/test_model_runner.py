@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+
 from deepinfer_protocol import MaskBatch, ProtocolError, RowFlag, SlotSampling, pack_int32, split_columns, unpack_int32
 from deepinfer_workers.model_runner import ModelRunner
 from deepinfer_workers.runner import StepOutput, WorkerFault

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+
 from deepinfer_workers.noise import gumbel_noise, noise_bits
 
 MASK = (1 << 64) - 1

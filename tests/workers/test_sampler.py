@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+
 from deepinfer_protocol import SlotSampling
 from deepinfer_workers.noise import gumbel_noise
 from deepinfer_workers.sampler import RowSampling, logprobs, sample, unpack_masks

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+
 from deepinfer_protocol import RowFlag, SlotSampling, unpack_int32
 from doubles.driver import Driver, Row
 from doubles.smollm2 import build_tokenizer, chat_prompt, model_path
-from tokenizers import Tokenizer
 
 pytestmark = pytest.mark.model
 

@@ -17,7 +17,6 @@ import threading
 from typing import Any
 
 from deepinfer_protocol import ProtocolError, WorkerConfig, config_length, decode_config
-
 from deepinfer_workers.runner import Runner, WorkerFault
 from deepinfer_workers.worker import Worker
 

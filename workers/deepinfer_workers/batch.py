@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
 from deepinfer_protocol import ProtocolError, RowFlag, SlotAdmit, SlotSampling, StepPlan
 
 ROW_MULTIPLE: Final = 16

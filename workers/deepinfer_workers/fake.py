@@ -24,7 +24,6 @@ from deepinfer_protocol import (
     split_columns,
     unpack_int32,
 )
-
 from deepinfer_workers.runner import StepOutput
 
 _MASK64: Final = (1 << 64) - 1

@@ -11,10 +11,10 @@ from typing import Final
 
 import numpy as np
 import torch
-from deepinfer_kernels import Ops, UnknownAccelerator, select_ops
-from deepinfer_protocol import MaskBatch, ProtocolError, Ready, StepPlan, WorkerConfig, unpack_int32
 from torch import Tensor
 
+from deepinfer_kernels import Ops, UnknownAccelerator, select_ops
+from deepinfer_protocol import MaskBatch, ProtocolError, Ready, StepPlan, WorkerConfig, unpack_int32
 from deepinfer_workers.batch import DeviceBatch, Ints, Limits
 from deepinfer_workers.kv import PagedKVCache
 from deepinfer_workers.models.llama import Llama, Positions

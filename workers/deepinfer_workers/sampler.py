@@ -16,9 +16,9 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from deepinfer_protocol import SlotSampling
 from torch import Tensor
 
+from deepinfer_protocol import SlotSampling
 from deepinfer_workers.noise import gumbel_noise
 
 NUM_CANDIDATES: Final = 1024

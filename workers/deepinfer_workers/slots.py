@@ -13,9 +13,9 @@ from typing import Final
 
 import numpy as np
 import torch
-from deepinfer_protocol import ProtocolError, SlotSampling
 from torch import Tensor
 
+from deepinfer_protocol import ProtocolError, SlotSampling
 from deepinfer_workers.batch import Admission, DeviceBatch, Ints, Limits
 
 EMPTY: Final = -1

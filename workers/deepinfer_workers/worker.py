@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import zmq
+
 from deepinfer_protocol import (
     AnyMessage,
     Fault,
@@ -32,7 +33,6 @@ from deepinfer_protocol import (
     encode,
 )
 from deepinfer_protocol.limits import MAX_MESSAGE_BYTES, MAX_TEXT_BYTES
-
 from deepinfer_workers.runner import Runner, WorkerFault
 
 _SEND_TIMEOUT_MS = 2000

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from deepinfer_kernels import AttentionPlan, LinearWeight, Ops
 from torch import Tensor
 
+from deepinfer_kernels import AttentionPlan, LinearWeight, Ops
 from deepinfer_workers.checkpoint import Checkpoint
 from deepinfer_workers.kv import CacheShape, PagedKVCache
 from deepinfer_workers.models.llama_config import LlamaConfig

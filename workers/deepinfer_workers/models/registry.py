@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Final
 
 from deepinfer_kernels import Ops
-
 from deepinfer_workers.checkpoint import Checkpoint, bad_file, unsupported
 from deepinfer_workers.gguf_file import GGUFFile
 from deepinfer_workers.models.llama import Llama
