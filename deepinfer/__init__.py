@@ -29,7 +29,7 @@ from deepinfer.errors import (
 from deepinfer.result import Completion, Sample
 from deepinfer.stream import Logprob, TokenChunk, TokenLogprob, TokenStream
 from deepinfer.sync import SyncEngine, SyncStream
-from deepinfer.version import VERSION as __version__
+from deepinfer_protocol import VERSION as __version__
 from deepinfer_protocol import SamplingParams
 
 __all__ = [

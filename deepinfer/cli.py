@@ -11,7 +11,7 @@ from rich.table import Table
 
 from deepinfer.config import Setting, explain_config
 from deepinfer.errors import DeepInferError
-from deepinfer.version import VERSION
+from deepinfer_protocol import VERSION
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Large language models as async streams.")
 

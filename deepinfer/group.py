@@ -34,15 +34,14 @@ class WorkerGroup:
             self.link = ZmqWorkerLink(self._runtime_dir.endpoint, self.epoch, config.num_workers)
             self._handshake = _Handshake(config.num_workers, version)
             self.link.listen(self._handshake)
-            configs = [self._worker_config(config, model_path, version, rank) for rank in range(config.num_workers)]
+            configs = [self._worker_config(config, model_path, rank) for rank in range(config.num_workers)]
             self.supervisor.start(configs, self._on_exit)
         except BaseException:
             self.kill()
             raise
 
-    def _worker_config(self, config: EngineConfig, model_path: str, version: str, rank: int) -> WorkerConfig:
+    def _worker_config(self, config: EngineConfig, model_path: str, rank: int) -> WorkerConfig:
         return WorkerConfig(
-            version=version,
             endpoint=self._runtime_dir.endpoint,
             epoch=self.epoch,
             rank=rank,

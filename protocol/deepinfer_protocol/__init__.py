@@ -6,7 +6,6 @@ from deepinfer_protocol.codec import (
     decode_config,
     encode,
     encode_config,
-    wire_version,
 )
 from deepinfer_protocol.errors import ProtocolError
 from deepinfer_protocol.messages import (
@@ -30,8 +29,10 @@ from deepinfer_protocol.messages import (
     unpack_int32,
 )
 from deepinfer_protocol.sampling import SamplingParams
+from deepinfer_protocol.version import VERSION, wire_version
 
 __all__ = [
+    "VERSION",
     "AnyMessage",
     "Fault",
     "Hello",

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-MAX_FRAMES: Final = 6
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
-MAX_HEADER_BYTES: Final = 32 * 1024 * 1024
 MAX_CONFIG_BYTES: Final = 64 * 1024
 MAX_RANKS: Final = 1024
 MAX_ROWS: Final = 65_536
@@ -16,6 +14,6 @@ MAX_LENGTH: Final = 1 << 24
 """Longest sequence, in tokens."""
 MAX_LOGPROBS: Final = 20
 MAX_STOP_IDS: Final = 1024
-MAX_TEXT_BYTES: Final = 4096
+MAX_TEXT_CHARACTERS: Final = 4096
 INT32_MAX: Final = 2**31 - 1
 INT64_MAX: Final = 2**63 - 1

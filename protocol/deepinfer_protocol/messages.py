@@ -27,7 +27,7 @@ from deepinfer_protocol.limits import (
     MAX_ROWS,
     MAX_SLOTS,
     MAX_STOP_IDS,
-    MAX_TEXT_BYTES,
+    MAX_TEXT_CHARACTERS,
 )
 
 WIRE_REVISION: Final = 1
@@ -40,7 +40,7 @@ NumRanks = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
 Slot = Annotated[int, Meta(ge=0, lt=MAX_SLOTS)]
 Length = Annotated[int, Meta(ge=0, le=MAX_LENGTH)]
 NumRows = Annotated[int, Meta(ge=0, le=MAX_ROWS)]
-Text = Annotated[str, Meta(max_length=MAX_TEXT_BYTES)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARACTERS)]
 ShortText = Annotated[str, Meta(max_length=256)]
 
 
@@ -157,7 +157,7 @@ class StepPlan(Message, frozen=True, tag=3):
     """Positions that every rank of the group pads to (the largest of the group)."""
     retired: bytes
     """int32 LE: slots whose state is no longer needed."""
-    admits: list[SlotAdmit]
+    admits: Annotated[list[SlotAdmit], Meta(max_length=MAX_ROWS)]
     appends: bytes
     """int32 LE, two columns of equal length: slots, then block ids. Block lists grow in this order."""
     rows: bytes
@@ -237,12 +237,11 @@ def split_columns(data: bytes, num_columns: int) -> list[array[int]]:
 class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a worker is told on its private socket pair, before all else. One message, at most `MAX_CONFIG_BYTES`."""
 
-    version: str
     endpoint: str
     epoch: Int64
     rank: Rank
     num_ranks: NumRanks
-    runner: Annotated[str, Meta(pattern="^(model|fake)$")]
+    runner: Annotated[str, Meta(pattern=r"\A(model|fake)\Z")]
     model: str
     """A folder or a file; empty for the fake runner."""
     accelerator: str
@@ -258,7 +257,7 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     batch_invariant: bool
     num_threads: Count
     """CPU threads of the device; 0 leaves it to the library."""
-    fake_step_s: float = 0.0
+    fake_step_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 0.0
     """Fake runner only: how long a step takes."""
     fake_vocab_size: Annotated[int, Meta(ge=2, le=INT32_MAX)] = 32_000
     fake_check_stamps: bool = True

@@ -25,7 +25,6 @@ from deepinfer_workers.runner import StepOutput
 
 GREEDY = SlotSampling()
 DEFAULTS = WorkerConfig(
-    version="",
     endpoint="",
     epoch=1,
     rank=0,

@@ -16,7 +16,6 @@ from deepinfer_protocol import (
     encode,
     split_columns,
     unpack_int32,
-    wire_version,
 )
 from deepinfer_workers.fake import FakeRunner
 from doubles.clock import VirtualClock
@@ -28,7 +27,6 @@ def no_masks() -> MaskBatch:
 
 def fake_config(shape: CacheShape, rank: int = 0, num_ranks: int = 1, vocab_size: int = 97) -> WorkerConfig:
     return WorkerConfig(
-        version=wire_version("test"),
         endpoint="ipc://nowhere",
         epoch=0,
         rank=rank,

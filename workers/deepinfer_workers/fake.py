@@ -131,6 +131,9 @@ class FakeRunner:
         hashes = [self._forward(slot, generation, num) for slot, generation, num, _ in batch.columns]
         waits = any(flags & RowFlag.WAITS_FOR_MASK for *_, flags in batch.columns)
         masks = _masks_by_slot(wait_for_masks()) if waits else {}
+        waiting = {slot for slot, _, _, flags in batch.columns if flags & RowFlag.WAITS_FOR_MASK}
+        if waiting != set(masks):
+            raise ProtocolError(f"masks for slots {sorted(waiting)} were due, {sorted(masks)} came")
         tokens: list[int] = []
         logprob_ids: list[int] = []
         num_tokens: list[int] = []
@@ -156,6 +159,8 @@ class FakeRunner:
                 raise ProtocolError(f"slot {admit.slot} is admitted twice")
             self._slots[admit.slot] = _Slot(admit)
         for slot, block in zip(*split_columns(plan.appends, 2), strict=True):
+            if slot not in self._slots:
+                raise ProtocolError(f"block {block} is appended to slot {slot}, which is empty")
             self._slots[slot].blocks.append(block)
 
     def _forward(self, slot: int, generation: int, num_positions: int) -> int:
@@ -164,12 +169,15 @@ class FakeRunner:
         if state is None or state.generation != generation:
             raise ProtocolError(f"slot {slot} does not hold generation {generation}")
         size = self._config.block_size
+        end = state.length + num_positions
+        if end > min(len(state.tokens), len(state.blocks) * size):
+            raise ProtocolError(f"slot {slot}: {end} positions, {len(state.tokens)} tokens, {len(state.blocks)} blocks")
         prefix_hash = self._kv.read(state.blocks, state.tokens, state.length)
-        for position in range(state.length, state.length + num_positions):
+        for position in range(state.length, end):
             token = state.tokens[position]
             prefix_hash = ((prefix_hash ^ (token + 1)) * _FNV_PRIME) & _MASK64
             self._kv.write(state.blocks[position // size], position % size, (token, position), prefix_hash)
-        state.length += num_positions
+        state.length = end
         return prefix_hash
 
     def _sample(self, state: _Slot, prefix_hash: int, mask: int | None) -> int:

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections import deque
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -31,8 +32,9 @@ from deepinfer_protocol import (
     WorkerConfig,
     decode,
     encode,
+    wire_version,
 )
-from deepinfer_protocol.limits import MAX_MESSAGE_BYTES, MAX_TEXT_BYTES
+from deepinfer_protocol.limits import MAX_MESSAGE_BYTES, MAX_TEXT_CHARACTERS
 from deepinfer_workers.runner import Runner, WorkerFault
 
 _SEND_TIMEOUT_MS = 2000
@@ -50,7 +52,7 @@ class Worker:
         self._socket.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT_MS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._socket.connect(config.endpoint)
-        self._send(Hello(version=config.version, epoch=config.epoch, rank=config.rank, pid=os.getpid()))
+        self._send(Hello(version=wire_version(), epoch=config.epoch, rank=config.rank, pid=os.getpid()))
 
     def close(self) -> None:
         self._socket.close()
@@ -59,7 +61,8 @@ class Worker:
     def fault(self, code: str, text: str) -> None:
         """The last word before the process ends."""
         config = self._config
-        self._send(Fault(epoch=config.epoch, rank=config.rank, code=code, text=text[:MAX_TEXT_BYTES]))
+        text = text[:MAX_TEXT_CHARACTERS].encode(errors="replace").decode()  # file names can hold what UTF-8 cannot
+        self._send(Fault(epoch=config.epoch, rank=config.rank, code=code, text=text))
 
     def serve(self, runner: Runner[Any]) -> None:
         """Load, then answer plans. Raises `WorkerFault`, `ProtocolError`, or what the runner raises."""
@@ -173,7 +176,7 @@ class _Device:
 
     def _run_one(self, job: _Job, idle_ns: int) -> int:
         started_ns = time.perf_counter_ns()
-        output = self._runner.run(job.batch, self.masks.get)
+        output = self._runner.run(job.batch, partial(self._masks_for, job.step_id))
         ended_ns = time.perf_counter_ns()
         result = StepResult(
             epoch=self._config.epoch,
@@ -190,6 +193,12 @@ class _Device:
         self._frames.append(encode(result))
         self._ring()
         return ended_ns
+
+    def _masks_for(self, step_id: int) -> MaskBatch:
+        masks = self.masks.get()
+        if masks.step_id != step_id:
+            raise ProtocolError(f"step {step_id} waits for masks, those of step {masks.step_id} came")
+        return masks
 
     def _ring(self) -> None:
         try:

@@ -1,0 +1,250 @@
+"""Messages of every kind at their usual and at their limits, and frames that are none, each with one thing wrong.
+
+What a golden frame holds is decided here; `protocol.frames` turns it into lines. Knows nothing of files.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from deepinfer_protocol import (
+    AnyMessage,
+    Fault,
+    Hello,
+    MaskBatch,
+    Progress,
+    Ready,
+    RowFlag,
+    Shutdown,
+    SlotAdmit,
+    SlotSampling,
+    StepPlan,
+    StepResult,
+    WorkerConfig,
+    encode,
+    encode_config,
+    pack_int32,
+)
+from deepinfer_protocol.limits import INT32_MAX, INT64_MAX, MAX_BLOCKS, MAX_LENGTH, MAX_SLOTS
+
+Whole = AnyMessage | WorkerConfig
+FOREIGN: Final = "not a message of the worker wire"
+"""How the refusals begin that msgspec words."""
+SAMPLE, WAITS = int(RowFlag.SAMPLE), int(RowFlag.SAMPLE | RowFlag.WAITS_FOR_MASK)
+
+
+def columns(*values: list[int]) -> bytes:
+    return pack_int32([number for column in values for number in column])
+
+
+GREEDY: Final = SlotSampling()
+SEEDED: Final = SlotSampling(0.75, 0.5, 40, 12345, 9, columns([0, 2]), 5)
+PLAN: Final = StepPlan(
+    epoch=7,
+    step_id=3,
+    rank=0,
+    padded_positions=8,
+    retired=columns([4]),
+    admits=[SlotAdmit(2, 1, 0, columns([5, 6, 7]), b"", GREEDY)],
+    appends=columns([2, 3], [10, 11]),
+    rows=columns([2, 3], [1, 4], [3, 1], [SAMPLE, SAMPLE]),
+)
+RESULT: Final = StepResult(7, 3, 0, 12, 3456, 0, columns([2, 3], [1, 4], [3, 18], [1, 1]), columns([99, 100]))
+MASKS: Final = MaskBatch(7, 3, 0, columns([2, 3]), bytes.fromhex("01000000 00000000 ffffffff ffffff00"))
+READY: Final = Ready(7, 0, 49_152, 8192, 256, 4096, 16, 368_640, 0, 0, "sha256:00ff", "cpu")
+CONFIG: Final = WorkerConfig(
+    endpoint="ipc:///run/user/1000/deepinfer-0123456789ab/w.sock",
+    epoch=7,
+    rank=0,
+    num_ranks=1,
+    runner="fake",
+    model="",
+    accelerator="cpu",
+    num_slots=256,
+    block_size=16,
+    kv_cache_bytes=0,
+    num_blocks=0,
+    max_model_len=0,
+    max_batch_positions=512,
+    batch_invariant=True,
+    num_threads=0,
+)
+
+
+def valid() -> dict[str, Whole]:
+    replace = msgspec.structs.replace
+    many = list(range(256))
+    resumed = SlotAdmit(2, 9, 32, columns([5, 6, 7] * 20), columns([8, 3]), SEEDED)
+    widest = SlotSampling(100.0, 1.0, INT32_MAX, INT64_MAX, MAX_LENGTH, columns([INT32_MAX] * 1024), 20)
+    return {
+        "hello": Hello("0.1.0+wire1", 7, 0, 4242),
+        "hello of the second rank": Hello("0.1.0+wire1", 7, 1, 4243),
+        "hello at its limits": Hello("v" * 256, INT64_MAX, 1023, INT32_MAX),
+        "hello with nothing in it": Hello("", 0, 0, 0),
+        "ready": READY,
+        "ready of the second rank": replace(READY, rank=1, device="cpu, 2 threads", slot_bytes=64),
+        "ready at its limits": Ready(
+            INT64_MAX, 1023, INT32_MAX, MAX_LENGTH, MAX_SLOTS - 1, MAX_BLOCKS - 1, 4096, INT64_MAX, INT64_MAX,
+            MAX_LENGTH, "w" * 256, "",
+        ),
+        "progress": Progress(7, 0, 50_000_000, 97_000_000),
+        "progress at its limits": Progress(INT64_MAX, 1023, INT64_MAX, INT64_MAX),
+        "fault": Fault(7, 0, "model_file", "model.gguf: ends early"),
+        "fault in many scripts": Fault(7, 1, "internal", "ошибка 错误 \N{COLLISION SYMBOL}"),
+        "fault at its limits": Fault(7, 0, "", "t" * 4096),
+        "shutdown": Shutdown(7),
+        "shutdown at its limits": Shutdown(INT64_MAX),
+        "plan": PLAN,
+        "plan of an empty step": StepPlan(7, 4, 0, 0, b"", [], b"", b""),
+        "plan of a rank without rows": StepPlan(7, 4, 1, 256, b"", [], b"", b""),
+        "plan of the second rank": replace(PLAN, rank=1, admits=[], retired=b""),
+        "plan with a row that waits for a mask": replace(PLAN, rows=columns([2, 3], [1, 4], [3, 1], [WAITS, SAMPLE])),
+        "plan with a prompt in the middle": replace(PLAN, rows=columns([2], [1], [2], [0])),
+        "plan that admits after a preemption": replace(PLAN, admits=[resumed]),
+        "plan that only retires": StepPlan(7, 5, 0, 0, columns([0, 1, 2]), [], b"", b""),
+        "plan of 256 rows": StepPlan(7, 6, 0, 256, b"", [], b"", columns(many, many, [1] * 256, [SAMPLE] * 256)),
+        "plan at its limits": StepPlan(
+            INT64_MAX, INT64_MAX, 1023, INT32_MAX, columns([MAX_SLOTS - 1]),
+            [SlotAdmit(MAX_SLOTS - 1, INT32_MAX, 1, columns([INT32_MAX] * 2), columns([MAX_BLOCKS - 1]), widest)],
+            columns([MAX_SLOTS - 1], [MAX_BLOCKS - 1]),
+            columns([MAX_SLOTS - 1], [INT32_MAX], [MAX_LENGTH], [WAITS]),
+        ),
+        "masks": MASKS,
+        "masks of nothing": MaskBatch(7, 3, 0, b"", b""),
+        "masks at their limits": MaskBatch(INT64_MAX, INT64_MAX, 1023, columns([MAX_SLOTS - 1]), b"\xff" * 4),
+        "result": RESULT,
+        "result of an empty step": StepResult(7, 4, 1, 0, 0, 0, b"", b""),
+        "result without a token": StepResult(7, 4, 0, 1, 2, 3, columns([2], [1], [2], [0]), b""),
+        "result with several tokens a row": replace(
+            RESULT, rows=columns([2, 3], [1, 4], [6, 18], [3, 1]), tokens=columns([9, 8, 7, 6])
+        ),
+        "result with logprobs": replace(
+            RESULT, logprob_ids=columns([99, 99, 5]), logprobs=bytes.fromhex("000080bf 000080bf 000000c0")
+        ),
+        "result of 256 rows": StepResult(
+            7, 6, 0, 40, 5000, 0, columns(many, many, [17] * 256, [1] * 256), columns(many)
+        ),
+        "result at its limits": StepResult(
+            INT64_MAX, INT64_MAX, 1023, INT32_MAX, INT32_MAX, INT32_MAX,
+            columns([MAX_SLOTS - 1], [INT32_MAX], [MAX_LENGTH], [1]), columns([INT32_MAX]),
+            columns([INT32_MAX] * 21), bytes.fromhex("000080ff") * 21,
+        ),
+        "config": CONFIG,
+        "config of the second rank": replace(
+            CONFIG, rank=1, num_ranks=2, runner="model", model="models/модель.gguf", fake_step_s=0.25
+        ),
+    }  # fmt: skip
+
+
+class Refused(NamedTuple):
+    """A valid message with one thing wrong."""
+
+    base: Whole
+    path: tuple[int, ...]
+    """Indices into the nested arrays of the message; its kind is at 0."""
+    value: Any
+    verdict: str = FOREIGN
+
+
+def spoiled() -> dict[str, Refused]:
+    two = [2, 3], [1, 4]
+    admit = (6, 0)
+    return {
+        "kind unknown": Refused(PLAN, (0,), 9),
+        "kind of another message": Refused(PLAN, (0,), 5),
+        "kind as text": Refused(PLAN, (0,), "3"),
+        "epoch negative": Refused(PLAN, (1,), -1),
+        "epoch of 64 bits": Refused(PLAN, (1,), 2**63),
+        "epoch as float": Refused(PLAN, (1,), 7.5),
+        "epoch nil": Refused(PLAN, (1,), None),
+        "step id of 64 bits": Refused(PLAN, (2,), 2**64 - 1),
+        "rank too large": Refused(PLAN, (3,), 1024),
+        "padded positions negative": Refused(PLAN, (4,), -(2**31)),
+        "padded positions of 32 bits": Refused(PLAN, (4,), 2**31),
+        "padded to less than the rows": Refused(PLAN, (4,), 3, "4 positions in the rows, padded to 3"),
+        "retired as text": Refused(PLAN, (5,), "abcd"),
+        "retired no int32": Refused(PLAN, (5,), b"abc", "retired: 3 bytes are no 1 columns of int32"),
+        "retired slot negative": Refused(PLAN, (5,), columns([-1]), "retired slot: -1 to -1 came"),
+        "admits nil": Refused(PLAN, (6,), None),
+        "admit nil": Refused(PLAN, admit, None),
+        "admit slot too large": Refused(PLAN, (*admit, 0), MAX_SLOTS),
+        "admit generation negative": Refused(PLAN, (*admit, 1), -1),
+        "admit length beyond the tokens": Refused(PLAN, (*admit, 2), 3, "admitted at length 3 with 3 tokens"),
+        "admit without tokens": Refused(PLAN, (*admit, 3), b"", "an admitted slot has no tokens"),
+        "admit token negative": Refused(PLAN, (*admit, 3), columns([-5]), "admit token: -5 to -5 came"),
+        "admit block too large": Refused(PLAN, (*admit, 4), columns([MAX_BLOCKS]), "admit block: 1073741824"),
+        "temperature not a number": Refused(PLAN, (*admit, 5, 0), float("nan")),
+        "temperature infinite": Refused(PLAN, (*admit, 5, 0), float("inf")),
+        "temperature negative": Refused(PLAN, (*admit, 5, 0), -0.5),
+        "top_p zero": Refused(PLAN, (*admit, 5, 1), 0.0),
+        "top_p not a number": Refused(PLAN, (*admit, 5, 1), float("nan")),
+        "top_k negative": Refused(PLAN, (*admit, 5, 2), -1),
+        "seed of 64 bits": Refused(PLAN, (*admit, 5, 3), 2**63),
+        "stop ids too many": Refused(PLAN, (*admit, 5, 5), bytes(4 * 1025)),
+        "stop id negative": Refused(PLAN, (*admit, 5, 5), columns([-1]), "admit stop id: -1 to -1 came"),
+        "logprobs too many": Refused(PLAN, (*admit, 5, 6), 21),
+        "appends of one column": Refused(PLAN, (7,), columns([2]), "appends: 4 bytes are no 2 columns of int32"),
+        "append block too large": Refused(PLAN, (7,), columns([2], [MAX_BLOCKS]), "append block: 1073741824"),
+        "rows of three columns": Refused(PLAN, (8,), bytes(12), "rows: 12 bytes are no 4 columns of int32"),
+        "row slot too large": Refused(PLAN, (8,), columns([MAX_SLOTS], [1], [1], [1]), "slot: 1048576"),
+        "row generation negative": Refused(PLAN, (8,), columns([2], [-1], [1], [1]), "generation: -1"),
+        "row without positions": Refused(PLAN, (8,), columns([2], [1], [0], [1]), "positions: 0 to 0 came"),
+        "row with unknown flags": Refused(PLAN, (8,), columns([2], [1], [1], [4]), "flags: 4 to 4 came"),
+        "two rows for a slot": Refused(PLAN, (8,), columns([2, 2], [1, 1], [1, 1], [1, 1]), "a slot has two rows"),
+        "field too many": Refused(PLAN, (9,), 0),
+        "masks that do not fit": Refused(MASKS, (5,), bytes(12), "12 bytes of masks for 2 rows"),
+        "masks without slots": Refused(MASKS, (4,), b"", "16 bytes of masks for 0 rows"),
+        "masks without bits": Refused(MASKS, (5,), b"", "0 bytes of masks for 2 rows"),
+        "two masks for a slot": Refused(MASKS, (4,), columns([2, 2]), "a slot has two masks"),
+        "result length zero": Refused(RESULT, (7,), columns(*two, [0, 18], [1, 1]), "length: 0 to 18 came"),
+        "result with fewer tokens": Refused(RESULT, (8,), columns([99]), "rows announce 2 tokens, 1 came"),
+        "result token negative": Refused(RESULT, (8,), columns([99, -1]), "token: -1 to 99 came"),
+        "result logprobs alone": Refused(RESULT, (10,), bytes(4), "logprob_ids and logprobs differ in length"),
+        "result time negative": Refused(RESULT, (5,), -1),
+        "ready without slots": Refused(READY, (5,), 0),
+        "ready without vocabulary": Refused(READY, (3,), 0),
+        "version too long": Refused(Hello("", 7, 0, 1), (1,), "v" * 257),
+        "version as bytes": Refused(Hello("", 7, 0, 1), (1,), b"0.1.0"),
+        "fault text too long": Refused(Fault(7, 0, "internal", ""), (4,), "t" * 4097),
+        "pid of 32 bits": Refused(Hello("", 7, 0, 1), (4,), 2**31),
+        "shutdown of no epoch": Refused(Shutdown(7), (1,), None),
+    }  # fmt: skip
+
+
+def raw() -> dict[str, tuple[bytes, str]]:
+    plan = encode(PLAN)
+    config = encode_config(CONFIG)
+    return {
+        "nothing": (b"", FOREIGN),
+        "nil": (b"\xc0", FOREIGN),
+        "a map": (msgspec.msgpack.encode({"kind": 3}), FOREIGN),
+        "an empty array": (b"\x90", FOREIGN),
+        "a kind alone": (b"\x91\x03", FOREIGN),
+        "truncated": (plan[:-1], FOREIGN),
+        "truncated in its header": (plan[:3], FOREIGN),
+        "a byte behind it": (plan + b"\0", FOREIGN),
+        "two messages": (plan + plan, FOREIGN),
+        "an array of 2**32 - 1": (b"\xdd\xff\xff\xff\xff" + plan[1:], FOREIGN),
+        "bytes of 2**32 - 1": (plan[:5] + b"\xc6\xff\xff\xff\xff", FOREIGN),
+        "deep nesting": (b"\x91" * 2000, FOREIGN),
+        "an extension type": (b"\xd4\x01\x00", FOREIGN),
+        "text that is no UTF-8": (b"\x95\x01\xa2\xff\xfe\x07\x00\x01", FOREIGN),
+        "a pickle": (b"\x80\x04\x95\x0b\x00\x00\x00\x00\x00\x00\x00", FOREIGN),
+        "a request for a page": (b"GET / HTTP/1.1\r\n\r\n", FOREIGN),
+        "config truncated": (config[:-1], "not a worker configuration"),
+        "config of no map": (b"\1\0\0\0\x90", "not a worker configuration"),
+        "config without fields": (b"\1\0\0\0\x80", "not a worker configuration"),
+        "config announced too large": (b"\xff\xff\xff\xff", "configuration of 4294967295 bytes, at most 65536"),
+        "config without a length": (b"\1\0", "a length of 2 bytes, 4 were expected"),
+        "config of a rank that is none": (
+            encode_config(msgspec.structs.replace(CONFIG, rank=2, num_ranks=2)), "rank 2 of 2",
+        ),
+        "config with a time that is none": (
+            encode_config(msgspec.structs.replace(CONFIG, fake_step_s=float("nan"))), "not a worker configuration",
+        ),
+        "config of another runner": (
+            encode_config(msgspec.structs.replace(CONFIG, runner="shell")), "not a worker configuration",
+        ),
+    }  # fmt: skip

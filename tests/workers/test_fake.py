@@ -1,0 +1,242 @@
+"""The fake worker says what the oracle says, and finds every row of KV that is not the one it ought to be."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Final
+
+import pytest
+
+from deepinfer.rank import CacheShape
+from deepinfer_protocol import (
+    MaskBatch,
+    ProtocolError,
+    RowFlag,
+    SlotAdmit,
+    SlotSampling,
+    StepPlan,
+    pack_int32,
+    split_columns,
+    unpack_int32,
+)
+from deepinfer_workers.fake import FakeKV, FakeRunner
+from deepinfer_workers.runner import StepOutput
+from doubles.group import fake_config, no_masks
+from doubles.oracle import completion, next_token
+
+VOCAB_SIZE: Final = 97
+BLOCK_SIZE: Final = 4
+SAMPLE, WAITS = int(RowFlag.SAMPLE), int(RowFlag.SAMPLE | RowFlag.WAITS_FOR_MASK)
+GREEDY: Final = SlotSampling()
+
+
+class Device:
+    """A fake runner that is told each step in plain lists."""
+
+    def __init__(self) -> None:
+        self.runner = FakeRunner(fake_config(CacheShape(8, 64, BLOCK_SIZE, "fake"), vocab_size=VOCAB_SIZE))
+
+    def step(
+        self,
+        *rows: tuple[int, int, int, int],
+        admits: Sequence[SlotAdmit] = (),
+        appends: Sequence[tuple[int, int]] = (),
+        retired: Sequence[int] = (),
+        masks: MaskBatch | None = None,
+    ) -> StepOutput:
+        """`rows` are (slot, generation, positions, flags); `appends` are (slot, block)."""
+        plan = StepPlan(
+            epoch=0,
+            step_id=1,
+            rank=0,
+            padded_positions=sum(row[2] for row in rows),
+            retired=pack_int32(list(retired)),
+            admits=list(admits),
+            appends=pack_int32([pair[column] for column in range(2) for pair in appends]),
+            rows=pack_int32([row[column] for column in range(4) for row in rows]),
+        )
+        return self.runner.compute(self.runner.build(plan), no_masks if masks is None else lambda: masks)
+
+
+def admit(
+    slot: int,
+    tokens: Sequence[int],
+    *,
+    generation: int = 1,
+    length: int = 0,
+    blocks: Sequence[int] = (),
+    sampling: SlotSampling = GREEDY,
+) -> SlotAdmit:
+    return SlotAdmit(slot, generation, length, pack_int32(list(tokens)), pack_int32(list(blocks)), sampling)
+
+
+def blocks_for(slot: int, first: int, num_tokens: int) -> list[tuple[int, int]]:
+    return [(slot, first + index) for index in range(-(-num_tokens // BLOCK_SIZE))]
+
+
+def tokens_of(output: StepOutput) -> list[int]:
+    return list(unpack_int32(output.tokens))
+
+
+def tokens_after(device: Device, slot: int, count: int, generation: int = 1) -> list[int]:
+    return [tokens_of(device.step((slot, generation, 1, SAMPLE)))[0] for _ in range(count)]
+
+
+PROMPT: Final = [5, 6, 7, 8, 9, 10]
+
+
+def started(device: Device, sampling: SlotSampling = GREEDY, first_block: int = 0) -> int:
+    """The first token of `PROMPT` in slot 0, which has room for twenty."""
+    output = device.step(
+        (0, 1, len(PROMPT), SAMPLE),
+        admits=[admit(0, PROMPT, sampling=sampling)],
+        appends=blocks_for(0, first_block, 20),
+    )
+    return tokens_of(output)[0]
+
+
+# It says what the oracle says
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_sequences_in_one_batch_say_what_the_oracle_says(seed: int) -> None:
+    rng = random.Random(seed)
+    device = Device()
+    samplings = [SlotSampling(temperature=rng.choice((0.0, 1.0)), seed=rng.getrandbits(63)) for _ in range(4)]
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 15))] for _ in samplings]
+    got: list[list[int]] = [[] for _ in prompts]
+    left = [len(prompt) for prompt in prompts]
+    device.step(
+        admits=[admit(slot, prompts[slot], sampling=samplings[slot]) for slot in range(4)],
+        appends=[pair for slot in range(4) for pair in blocks_for(slot, 16 * slot, 40)],
+    )
+    while min(len(tokens) for tokens in got) < 12:
+        slots = [slot for slot in rng.sample(range(4), rng.randint(1, 4)) if len(got[slot]) < 12]
+        sizes = {slot: rng.randint(1, left[slot]) if left[slot] else 1 for slot in slots}
+        sampled = [slot for slot in slots if sizes[slot] >= left[slot]]
+        output = device.step(*[(slot, 1, sizes[slot], SAMPLE if slot in sampled else 0) for slot in slots])
+        assert list(split_columns(output.rows, 4)[3]) == [int(slot in sampled) for slot in slots]
+        for slot, token in zip(sampled, tokens_of(output), strict=True):
+            got[slot].append(token)
+        left = [max(count - sizes.get(slot, 0), 0) for slot, count in enumerate(left)]
+    for prompt, sampling, tokens in zip(prompts, samplings, got, strict=True):
+        wanted, _ = completion(prompt, sampling, len(prompt) + 12, frozenset(), VOCAB_SIZE)
+        assert tokens == wanted, (prompt, sampling)
+
+
+def test_a_sequence_that_comes_back_after_a_preemption_goes_on() -> None:
+    device = Device()
+    known = [*PROMPT, started(device), *tokens_after(device, 0, 3)]
+    output = device.step(
+        (0, 2, len(known), SAMPLE),
+        retired=[0],
+        admits=[admit(0, known, generation=2)],
+        appends=blocks_for(0, 8, 20),
+    )
+    assert tokens_of(output) == [next_token(known, GREEDY, VOCAB_SIZE)]
+
+
+def test_a_prefix_hit_starts_from_the_blocks_of_another_sequence() -> None:
+    device = Device()
+    started(device)
+    prompt = [*PROMPT[:4], 50, 51]
+    output = device.step((1, 1, 2, SAMPLE), admits=[admit(1, prompt, length=4, blocks=[0])], appends=[(1, 20)])
+    assert tokens_of(output) == [next_token(prompt, GREEDY, VOCAB_SIZE)]
+    assert list(split_columns(output.rows, 4)[2]) == [6]
+
+
+def test_a_token_that_may_not_end_it_yet_is_passed_over() -> None:
+    free = started(Device())
+    held = SlotSampling(min_length=len(PROMPT) + 1, stop_ids=pack_int32([free]))
+    device = Device()
+    assert started(device, held) == (free + 1) % VOCAB_SIZE
+
+
+@pytest.mark.parametrize("allowed", [0, 31, 32, 96])
+def test_a_row_that_waits_takes_what_its_mask_allows(allowed: int) -> None:
+    device = Device()
+    started(device)
+    bits = (1 << allowed).to_bytes(16, "little")
+    output = device.step((0, 1, 1, WAITS), masks=MaskBatch(0, 1, 0, pack_int32([0]), bits))
+    assert tokens_of(output) == [allowed]
+
+
+def test_logprobs_come_for_the_token_and_as_many_as_were_asked() -> None:
+    device = Device()
+    output = device.step(
+        (0, 1, 1, SAMPLE), admits=[admit(0, [3], sampling=SlotSampling(num_logprobs=2))], appends=[(0, 0)]
+    )
+    assert list(unpack_int32(output.logprob_ids)) == tokens_of(output) * 3
+    assert len(output.logprobs) == len(output.logprob_ids)
+
+
+# It finds what is wrong
+
+
+def test_a_block_of_another_sequence_is_found() -> None:
+    device = Device()
+    started(device)
+    other = [20, 21, 22, 23, 24]
+    device.step((1, 1, 5, SAMPLE), admits=[admit(1, other)], appends=[(1, 10), (1, 11)])
+    stolen = admit(2, [*PROMPT, 1], length=6, blocks=[10, 1])  # block 10 has slot 1's tokens, not these
+    with pytest.raises(AssertionError, match="block 10 holds"):
+        device.step((2, 1, 1, SAMPLE), admits=[stolen])
+
+
+def test_blocks_in_the_wrong_order_are_found() -> None:
+    device = Device()
+    device.step((0, 1, 8, 0), admits=[admit(0, range(10, 19))], appends=[(0, 0), (0, 1)])
+    swapped = admit(1, range(10, 19), length=8, blocks=[1, 0])
+    with pytest.raises(AssertionError, match="block 1 holds"):
+        device.step((1, 1, 1, SAMPLE), admits=[swapped], appends=[(1, 2)])
+
+
+def test_a_block_given_to_another_under_its_reader_is_found() -> None:
+    device = Device()
+    started(device)
+    device.step((1, 1, 3, SAMPLE), admits=[admit(1, [40, 41, 42])], appends=[(1, 0)])  # slot 0 still reads block 0
+    with pytest.raises(AssertionError, match="block 0 holds"):
+        device.step((0, 1, 1, SAMPLE))
+
+
+def test_a_prefix_that_was_never_computed_is_found() -> None:
+    device = Device()
+    with pytest.raises(AssertionError, match=r"block 3 holds \[\]"):
+        device.step((0, 1, 1, SAMPLE), admits=[admit(0, PROMPT, length=4, blocks=[3])], appends=[(0, 4)])
+
+
+def test_a_prefix_of_other_tokens_is_found() -> None:
+    device = Device()
+    started(device)
+    with pytest.raises(AssertionError, match="block 0 holds"):
+        device.step((1, 1, 1, SAMPLE), admits=[admit(1, [5, 6, 7, 99, 1], length=4, blocks=[0])], appends=[(1, 9)])
+
+
+def test_a_block_that_is_written_from_its_middle_is_found() -> None:
+    kv = FakeKV(BLOCK_SIZE, check_stamps=False)
+    with pytest.raises(AssertionError, match="block 30: offset 2 written after 0 rows"):
+        kv.write(30, 2, (5, 2), 0)
+
+
+@pytest.mark.parametrize(("slot", "generation"), [(0, 0), (0, 2), (1, 1)])
+def test_a_row_for_an_old_generation_or_an_empty_slot_is_refused(slot: int, generation: int) -> None:
+    device = Device()
+    started(device)
+    with pytest.raises(ProtocolError, match=f"slot {slot} does not hold generation {generation}"):
+        device.step((slot, generation, 1, SAMPLE))
+
+
+def test_a_retired_slot_holds_nothing() -> None:
+    device = Device()
+    started(device)
+    device.step(retired=[0])
+    with pytest.raises(ProtocolError, match="slot 0 does not hold generation 1"):
+        device.step((0, 1, 1, SAMPLE))
+
+
+def test_a_slot_that_is_taken_is_not_admitted_again() -> None:
+    device = Device()
+    started(device)
+    with pytest.raises(ProtocolError, match="slot 0 is admitted twice"):
+        device.step(admits=[admit(0, [1], generation=2)])
