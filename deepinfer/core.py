@@ -20,7 +20,7 @@ from deepinfer.output import OutputText
 from deepinfer.request import FinishReason, Request, Sequence
 from deepinfer.scheduler import Emission, Scheduler, Step, TokenLogprobs
 from deepinfer.stream import Logprob, Mailbox, Piece, TokenLogprob
-from deepinfer_protocol import AnyMessage, StepResult
+from deepinfer_protocol import AnyMessage, Fault, StepResult
 
 
 class Timer(Protocol):
@@ -66,7 +66,8 @@ class InFlight(Struct):
     step: Step
     results: list[StepResult | None]
     num_missing: int
-    sent_s: float
+    started_s: float
+    """When it was sent, or when the step before it was done."""
 
 
 Delivery = tuple[Mailbox, Piece | DeepInferError]
@@ -174,6 +175,9 @@ class EngineCore:
     def on_message(self, rank: int, message: AnyMessage) -> None:
         if self.failure is not None:
             return
+        if isinstance(message, Fault):
+            self.on_lost(rank, f"failed: {message.text}")
+            return
         if not isinstance(message, StepResult):
             self.on_lost(rank, f"sent an unexpected {type(message).__name__}")
             return
@@ -201,6 +205,8 @@ class EngineCore:
         while self._in_flight and self._in_flight[0].num_missing == 0:
             self._drain_inbox()  # an abort that is here already takes effect before the tokens
             done = self._in_flight.popleft()
+            if self._in_flight:
+                self._in_flight[0].started_s = self._clock.time()  # a rank computes its steps one after another
             results = [result for result in done.results if result is not None]
             self._emit(self.scheduler.apply(done.step, results, self._clock.time()))
             self._count(results)
@@ -292,9 +298,8 @@ class EngineCore:
         """One wake-up a step and loop, never one a token."""
         try:
             loop.call_soon_threadsafe(deliver, deliveries)
-        except RuntimeError:  # the reader's loop is closed: nobody will ever read this
-            for mailbox, _ in deliveries:
-                mailbox.close(None)
+        except RuntimeError:
+            pass  # the readers' loop is closed: their streams end when they are dropped, or as slow consumers
 
     # ---- ends
 
@@ -329,7 +334,7 @@ class EngineCore:
         """One timer for the next deadline and for the step in flight, moved only when the next event is earlier."""
         when_s = self.scheduler.next_deadline()
         if self._in_flight and self._config.step_timeout_s:
-            when_s = min(when_s, self._in_flight[0].sent_s + self._config.step_timeout_s)
+            when_s = min(when_s, self._in_flight[0].started_s + self._config.step_timeout_s)
         if self.failure is not None or when_s >= self._timer_s:
             return
         if self._timer is not None:
@@ -340,7 +345,7 @@ class EngineCore:
     def _on_timer(self) -> None:
         self._timer, self._timer_s = None, inf
         timeout_s = self._config.step_timeout_s
-        if self._in_flight and timeout_s and self._clock.time() >= self._in_flight[0].sent_s + timeout_s:
+        if self._in_flight and timeout_s and self._clock.time() >= self._in_flight[0].started_s + timeout_s:
             waiting = self._in_flight[0]
             ranks = [rank for rank, result in enumerate(waiting.results) if result is None]
             self.fail(WorkerLost(f"step {waiting.step.step_id} took more than {timeout_s} s on ranks {ranks}"))

@@ -32,7 +32,6 @@ from deepinfer.result import Completion
 from deepinfer.scheduler import Scheduler, SchedulerConfig, SchedulerStats
 from deepinfer.stream import TokenStream
 from deepinfer.text import TextPipeline
-from deepinfer.version import VERSION
 from deepinfer_protocol import Ready, SamplingParams, wire_version
 
 FAKE_MODEL: Final = "fake"
@@ -84,24 +83,25 @@ class Engine:
         if self._state is not _State.NEW:
             raise EngineClosed(f"an engine is opened once; this one is {self._state}")
         self._state = _State.STARTING
-        self._starting = asyncio.current_task()
-        try:
-            await self._open(on_progress or (lambda text: None))
-            self._state = _State.RUNNING
-        except BaseException:
-            self._state = _State.CLOSED
-            self._release()
-            raise
-        finally:
-            self._starting = None
-
-    async def _open(self, tell: Callable[[str], None]) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="deepinfer-text")
         self._home: CallerLoop | OwnThread = OwnThread() if self.config.own_thread else CallerLoop()
+        self._starting = asyncio.create_task(self._open(on_progress or (lambda text: None)))
+        try:
+            await self._starting
+        except BaseException as error:
+            was_closed = self._state is _State.CLOSED
+            self._state = _State.CLOSED
+            self._release()
+            if was_closed and isinstance(error, asyncio.CancelledError):
+                raise EngineClosed("the engine was closed while it started") from None
+            raise
+
+    async def _open(self, tell: Callable[[str], None]) -> None:
         run = partial(asyncio.get_running_loop().run_in_executor, self._executor)
         path = await run(self._find_model, tell)
         self._text = await run(self._load_text, path)
         await self._home.run(self._start_core(str(path or ""), tell))
+        self._state = _State.RUNNING
 
     def _find_model(self, tell: Callable[[str], None]) -> Path | None:
         if self.config.model == FAKE_MODEL:
@@ -116,7 +116,7 @@ class Engine:
     async def _start_core(self, path: str, tell: Callable[[str], None]) -> None:
         """On the core's loop."""
         config = self.config
-        self._group = WorkerGroup(config, path, wire_version(VERSION))
+        self._group = WorkerGroup(config, path, wire_version())
         ready = await self._group.wait_ready(config.start_timeout_s, _in_words(tell))
         self.limits = _limits(ready, self._text)
         scheduler = Scheduler(_scheduler_config(config), [_shape(rank) for rank in ready], epoch=self._group.epoch)
@@ -135,9 +135,13 @@ class Engine:
 
     async def aclose(self) -> None:
         """End every open stream with `EngineClosed`, then the workers. Callable twice, from any task, during start."""
-        if self._starting is not None and self._starting is not asyncio.current_task():
+        if os.getpid() != self._pid:
+            return  # in a forked child: the workers are the parent's
+        if self._state is _State.STARTING and self._starting is not None:
+            self._state = _State.CLOSED
             self._starting.cancel()
             await asyncio.wait([self._starting])
+            self._release()
         if self._state is _State.RUNNING:
             self._state = _State.CLOSED
             self._closing = asyncio.create_task(self._close())
@@ -145,26 +149,32 @@ class Engine:
             await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        await self._home.run(self._stop_core())
-        self._release()
+        try:
+            await self._home.run(self._stop_core())
+        finally:
+            self._release()
 
     async def _stop_core(self) -> None:
         self._core.close()
         await self._group.stop()
 
     def _release(self) -> None:
-        """What does not need a loop. Idempotent."""
-        if hasattr(self, "_group"):
-            self._group.kill()
-        if hasattr(self, "_executor"):
-            self._executor.shutdown(wait=False)
-        if hasattr(self, "_home"):
-            self._home.close()
+        """Whatever is left of an engine that did not open, or has closed."""
+        self._executor.shutdown(wait=False)
+        self._home.call(self._kill_group)
+        self._home.close()
+
+    def _kill_group(self) -> None:
+        """On the core's loop. The group may not have come to be."""
+        group: WorkerGroup | None = getattr(self, "_group", None)
+        if group is not None:
+            group.kill()
 
     def __del__(self) -> None:
         if getattr(self, "_state", None) is _State.RUNNING and os.getpid() == self._pid:
             warnings.warn(f"{self.config.model}: an engine was not closed", ResourceWarning, source=self, stacklevel=1)
-            self._group.supervisor.kill()
+            self._home.call(self._group.kill)
+            self._home.close(wait=False)
 
     # ---- requests
 
@@ -199,7 +209,7 @@ class Engine:
             submission.request_id,
             submission.mailbox,
             partial(self._post_threadsafe, submission.abort, core),
-            partial(self._post, submission.resume, core),
+            partial(self._post_threadsafe, submission.resume, core),
             self.config.max_unread_tokens // 2,
         )
 
@@ -235,7 +245,9 @@ class Engine:
         self._post(self._core.abort_id, request_id)
 
     def stats(self) -> EngineStats:
-        """A snapshot."""
+        """A snapshot. Raises `EngineClosed` before the engine is open."""
+        if not hasattr(self, "_core"):
+            raise EngineClosed(f"the engine is {self._state}")
         return EngineStats(self._core.scheduler.stats(), self._core.stats)
 
     @property
@@ -272,11 +284,11 @@ class Engine:
         self._core.post(action, argument)
         if self._home.is_here():
             self._core.wake()
-        else:
-            call_threadsafe(self._home.loop, self._core.wake)
+        elif not call_threadsafe(self._home.loop, self._core.wake):
+            raise EngineClosed("the engine is closed")
 
     def _post_threadsafe(self, action: Callable[[Any], None], argument: Any) -> None:
-        """As `_post`, from a finalizer: it may run inside the loop, in any thread, after the engine's end."""
+        """As `_post`, for streams: also from a finalizer, in any thread, and after the engine's end."""
         if self._state is _State.RUNNING:
             self._core.post(action, argument)
             call_threadsafe(self._home.loop, self._core.wake)

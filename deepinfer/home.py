@@ -28,7 +28,12 @@ class CallerLoop:
         """Await `work` on the loop."""
         return await work
 
-    def close(self) -> None:
+    def call(self, callback: Callable[[], object]) -> None:
+        """Run `callback` on the loop's thread: now if this is it, or if the loop is over."""
+        if self.is_here() or not call_threadsafe(self.loop, callback):
+            callback()
+
+    def close(self, *, wait: bool = True) -> None:
         """Nothing to do: the loop is not ours."""
 
 
@@ -45,6 +50,7 @@ class OwnThread:
         try:
             self.loop.run_forever()
         finally:
+            self.loop.run_until_complete(_cancel_tasks())
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.close()
 
@@ -54,19 +60,31 @@ class OwnThread:
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
 
-    def close(self) -> None:
-        """End the loop, then the thread."""
-        if self._thread.is_alive():
-            self.loop.call_soon_threadsafe(self.loop.stop)
+    def call(self, callback: Callable[[], object]) -> None:
+        call_threadsafe(self.loop, callback)
+
+    def close(self, *, wait: bool = True) -> None:
+        """End the loop after all that it was given, then the thread. Without `wait`: callable from anywhere."""
+        call_threadsafe(self.loop, self.loop.stop)
+        if wait:
             self._thread.join()
 
 
-def call_threadsafe(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
-    """`callback` on `loop`, soon, from any thread; nothing if the loop is over."""
+def call_threadsafe(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> bool:
+    """`callback` on `loop`, soon, from any thread. False if the loop is over."""
     try:
         loop.call_soon_threadsafe(callback)
     except RuntimeError:
-        pass
+        return False
+    return True
+
+
+async def _cancel_tasks() -> None:
+    """What still runs on this loop ends now."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

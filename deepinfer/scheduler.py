@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as Sequence_
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from msgspec import Struct
 
@@ -19,6 +19,9 @@ from deepinfer.errors import DuplicateRequestId, Overloaded, WorkerLost
 from deepinfer.rank import CacheShape, Rank, RankStep
 from deepinfer.request import FinishReason, Request, Sequence, State
 from deepinfer_protocol import StepResult, split_columns, unpack_float32, unpack_int32
+
+_SLACK: Final = 64
+"""Entries of a heap that may be over before they are looked for; an ended request is kept alive no longer."""
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True):
@@ -81,7 +84,8 @@ class Scheduler:
         self._deadlines: list[tuple[float, int, Request, FinishReason]] = []
         self._serial = count()
         self._step_ids = count()
-        self._num_waiting = 0
+        self._num_waiting = 0  # samples
+        self._num_queued = 0  # requests that have not started
         self._num_queued_tokens = 0
         self._num_preempted = 0
         self._finish_rate = 0.0  # requests a second, smoothed
@@ -97,6 +101,7 @@ class Scheduler:
         serial = next(self._serial)
         request.order = (request.arrival_s + request.priority * self.config.ageing_s, serial)
         self.requests[request.request_id] = request
+        self._num_queued += 1
         self._num_queued_tokens += len(request.prompt)
         self._push_waiting(request.samples[0])
         self.add_deadline(request.queue_deadline_s, request, "queue_timeout")
@@ -104,11 +109,11 @@ class Scheduler:
 
     def _check_load(self, num_tokens: int) -> None:
         config = self.config
-        if self._num_waiting >= config.max_queued_requests:
+        if self._num_queued >= config.max_queued_requests:
             raise Overloaded(
-                f"{self._num_waiting} requests wait, the limit is {config.max_queued_requests}", self._wait_s()
+                f"{self._num_queued} requests wait, the limit is {config.max_queued_requests}", self._wait_s()
             )
-        if self._num_queued_tokens + num_tokens > config.max_queued_tokens and self._num_waiting:
+        if self._num_queued_tokens + num_tokens > config.max_queued_tokens and self._num_queued:
             raise Overloaded(
                 f"{self._num_queued_tokens} prompt tokens wait, the limit is {config.max_queued_tokens}", self._wait_s()
             )
@@ -117,7 +122,7 @@ class Scheduler:
         """When the queue will have shrunk by a tenth, at the rate at which requests have been finishing."""
         if self._finish_rate <= 0:
             return 1.0
-        return min(max(self._num_waiting / 10 / self._finish_rate, 0.1), 60.0)
+        return min(max(self._num_queued / 10 / self._finish_rate, 0.1), 60.0)
 
     def finish(self, seq: Sequence, reason: FinishReason, now: float) -> None:
         """End one sample: its slot and blocks come back behind the last step that names them."""
@@ -135,6 +140,7 @@ class Scheduler:
         seq.finish_reason = reason
         request = seq.request
         if request.started_s is None and seq.sample_index == 0:
+            self._num_queued -= 1
             self._num_queued_tokens -= len(request.prompt)
         request.num_unfinished -= 1
         if request.num_unfinished == 0:
@@ -183,6 +189,9 @@ class Scheduler:
     def add_deadline(self, when_s: float, request: Request, reason: FinishReason) -> None:
         if when_s < inf:
             heappush(self._deadlines, (when_s, next(self._serial), request, reason))
+            if len(self._deadlines) > 4 * len(self.requests) + _SLACK:  # three of a request live at once
+                self._deadlines = [deadline for deadline in self._deadlines if self._is_live(deadline)]
+                heapify(self._deadlines)
 
     def next_deadline(self) -> float:
         """When `expire` should be called; `inf`: no need."""
@@ -267,7 +276,13 @@ class Scheduler:
 
     def _push_waiting(self, seq: Sequence) -> None:
         self._num_waiting += 1
+        if seq.request.is_paused:
+            self._set_aside[seq] = None  # not ahead of the one that it has just made way for
+            return
         heappush(self._waiting, (seq.request.order, seq.sample_index, seq))
+        if len(self._waiting) > 2 * self._num_waiting + _SLACK:
+            self._waiting = [entry for entry in self._waiting if entry[2].state is State.WAITING]
+            heapify(self._waiting)
 
     def _requeue(self, seq: Sequence) -> None:
         """Its preemption is complete."""
@@ -303,16 +318,17 @@ class Scheduler:
             if request.started_s is None:
                 request.started_s = now
                 request.num_cached_tokens = seq.num_planned
+                self._num_queued -= 1
                 self._num_queued_tokens -= len(request.prompt)
             self.ranks[seq.rank].plan_chunk(seq, step_id, self.config.prefill_chunk)
 
     def _admit_one(self, seq: Sequence) -> bool:
-        for rank, hits in self._candidates(seq):
-            if rank.try_admit(seq, hits):
+        while True:
+            ranks = self._candidates(seq)
+            if any(rank.try_admit(seq, hits) for rank, hits in ranks):
                 return True
-            if rank.num_running == 0 and rank.release.num_slots == 0 and self._free_held(rank, seq):
-                return self._admit_one(seq)
-        return self._make_way(seq) and self._admit_one(seq)
+            if not any(self._free_held(rank, seq) for rank, _ in ranks) and not self._make_way(seq):
+                return False
 
     def _candidates(self, seq: Sequence) -> list[tuple[Rank, list[int]]]:
         """Ranks that can take a chunk now, the one with the least to do first; equals take turns."""
@@ -330,7 +346,9 @@ class Scheduler:
         )
 
     def _free_held(self, rank: Rank, seq: Sequence) -> bool:
-        """Nobody runs, and still there is no room: waiting samples give their prompt blocks up, the last first."""
+        """If nobody runs, and still there is no room: a waiting sample gives its prompt blocks up, the last first."""
+        if rank.num_running or rank.release.num_slots:
+            return False
         others = [held for held in rank.held if held is not seq]
         if others:
             rank.drop_held(max(others, key=lambda held: held.request.order))
@@ -376,6 +394,7 @@ class Scheduler:
         with_slot = [seq for seq in unfinished if seq.has_slot]
         assert len(with_slot) == sum(rank.num_running for rank in self.ranks)
         unstarted = [request for request in self.requests.values() if request.started_s is None]
+        assert len(unstarted) == self._num_queued
         assert sum(len(request.prompt) for request in unstarted) == self._num_queued_tokens
         for request in self.requests.values():
             assert request.num_unfinished == sum(seq.state is not State.FINISHED for seq in request.samples) > 0

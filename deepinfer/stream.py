@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from deepinfer.errors import DeepInferError, WrongLoop
+from deepinfer.errors import WrongLoop
 from deepinfer.request import FinishReason
 
 
@@ -91,7 +91,7 @@ class Mailbox:
         self.num_taken = 0
         self.is_paused = False
         self.is_closed = False
-        self.error: DeepInferError | None = None
+        self.error: Exception | None = None
         self.waiter: asyncio.Future[None] | None = None
         self._pieces: deque[Piece] = deque()
         self._num_tokens: dict[int, int] = {}  # tokens taken of each sample
@@ -110,7 +110,7 @@ class Mailbox:
             if not waiter.done():
                 waiter.set_result(None)
 
-    def close(self, error: DeepInferError | None) -> None:
+    def close(self, error: Exception | None) -> None:
         """Nothing more will come. What is here can still be read; then `error` is raised, if any."""
         if not self.is_closed:
             self.is_closed = True
@@ -118,7 +118,7 @@ class Mailbox:
             if self.waiter is not None and not self.waiter.done():
                 self.waiter.set_result(None)
 
-    def close_threadsafe(self, error: DeepInferError) -> None:
+    def close_threadsafe(self, error: Exception) -> None:
         """`close`, from any thread; nothing if the reader's loop is over."""
         assert self.loop is not None
         try:
@@ -188,6 +188,8 @@ class TokenStream:
     async def __anext__(self) -> TokenChunk:
         """The next chunk. Raises the request's error, if it was refused or failed, after what came before it."""
         mailbox = self._mailbox
+        if not self._is_checked:
+            self._check_loop()
         while True:
             chunk = mailbox.take()
             if chunk is not None:
@@ -199,15 +201,14 @@ class TokenStream:
                 if mailbox.error is not None:
                     raise mailbox.error
                 raise StopAsyncIteration
-            if not self._is_checked:
-                self._check_loop()
             if mailbox.waiter is not None and not mailbox.waiter.done():
                 raise RuntimeError("this stream is being read already")
             mailbox.waiter = waiter = mailbox.loop.create_future()  # type: ignore[union-attr]
             await waiter
 
     def _check_loop(self) -> None:
-        if asyncio.get_running_loop() is not self._mailbox.loop:
+        loop = self._mailbox.loop  # None: refused before it had one
+        if loop is not None and asyncio.get_running_loop() is not loop:
             raise WrongLoop("this stream belongs to another event loop than the one that reads it")
         self._is_checked = True
 

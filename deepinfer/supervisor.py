@@ -43,11 +43,17 @@ class WorkerProcess:
                 start_new_session=True,
                 env=worker_environment(_module_folders()),
             )
+        except OSError as error:
+            self._pipe.close()
+            raise WorkerStartError(f"{sys.executable} cannot be started: {error}") from error
         finally:
             theirs.close()
         self._pidfd = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else None
         self._watched = self._pipe.fileno() if self._pidfd is None else self._pidfd
-        self._pipe.sendall(encode_config(config))
+        try:
+            self._pipe.sendall(encode_config(config))
+        except OSError:
+            pass  # it is over already, which is heard of like every end
         self._pipe.setblocking(False)
         self._loop.add_reader(self._watched, self._on_end)
 

@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from deepinfer.engine import Engine
+from deepinfer.errors import EngineClosed
 from deepinfer.intake import Messages, Prompt
 from deepinfer.result import Completion
 from deepinfer.stream import TokenChunk, TokenStream
 from deepinfer_protocol import SamplingParams
 
+T = TypeVar("T")
+
 
 class SyncStream:
     """A `TokenStream`, read by `for`. Leaving `with`, or Ctrl-C inside it, ends the request."""
 
-    def __init__(self, portal: BlockingPortal, stream: TokenStream) -> None:
-        self._portal = portal
-        self._stream: TokenStream | None = stream
+    def __init__(self, engine: SyncEngine, stream: TokenStream) -> None:
+        self._engine = engine
+        self._stream = stream
         self.request_id = stream.request_id
 
     def __iter__(self) -> Iterator[TokenChunk]:
         return self
 
     def __next__(self) -> TokenChunk:
-        assert self._stream is not None
-        chunk = self._portal.call(_read, self._stream)
+        chunk = self._engine._call(_read, self._stream)
         if chunk is None:
             raise StopIteration
         return chunk
@@ -43,7 +45,6 @@ class SyncStream:
         self.abort()
 
     def abort(self) -> None:
-        assert self._stream is not None
         self._stream.abort()
 
 
@@ -54,13 +55,14 @@ class SyncEngine:
         """Takes what `Engine` takes; starts nothing."""
         self._engine = Engine(model, **settings)
         self._stack = ExitStack()
+        self._portal: BlockingPortal | None = None
 
     def __enter__(self) -> Self:
-        portal: AbstractContextManager[BlockingPortal] = start_blocking_portal("asyncio")
         try:
-            self._portal = self._stack.enter_context(portal)
+            self._portal = self._stack.enter_context(start_blocking_portal("asyncio"))
             self._portal.call(self._engine.open)
         except BaseException:
+            self._portal = None
             self._stack.close()
             raise
         return self
@@ -73,26 +75,36 @@ class SyncEngine:
     def close(self) -> None:
         """End every open stream, the workers and the thread. Idempotent."""
         with self._stack:
-            if hasattr(self, "_portal"):
-                self._portal.call(self._engine.aclose)
-                del self._portal
+            portal, self._portal = self._portal, None
+            if portal is not None:
+                portal.call(self._engine.aclose)
+
+    def _call(self, function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+        """`function(*arguments)` on the engine's loop."""
+        if self._portal is None:
+            raise EngineClosed("the engine is not open: use it inside `with`")
+        return self._portal.call(function, *arguments)
 
     def stream(self, prompt: Prompt | None = None, params: SamplingParams | None = None, **options: Any) -> SyncStream:
         """As `Engine.stream`."""
-        return SyncStream(self._portal, self._portal.call(_open_stream, self._engine, prompt, params, options))
+        return SyncStream(self, self._call(_open_stream, self._engine, prompt, params, options))
 
     def generate(
         self, prompt: Prompt | None = None, params: SamplingParams | None = None, **options: Any
     ) -> Completion:
         """As `Engine.generate`."""
-        completion: Completion = self._portal.call(_generate, self._engine, prompt, params, options)
-        return completion
+        return self._call(_generate, self._engine, prompt, params, options)
 
     def generate_many(
-        self, prompts: Sequence[Prompt | Messages], params: SamplingParams | None = None, *, progress: bool = True
+        self,
+        prompts: Sequence[Prompt | Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+        **options: Any,
     ) -> list[Completion]:
         """As `Engine.generate_many`."""
-        return self._portal.call(_generate_many, self._engine, prompts, params, progress)
+        return self._call(_generate_many, self._engine, prompts, params, progress, options)
 
 
 async def _read(stream: TokenStream) -> TokenChunk | None:
@@ -109,5 +121,7 @@ async def _generate(engine: Engine, prompt: Any, params: SamplingParams | None, 
     return await engine.generate(prompt, params, **options)
 
 
-async def _generate_many(engine: Engine, prompts: Any, params: Any, progress: bool) -> list[Completion]:
-    return await engine.generate_many(prompts, params, progress=progress)
+async def _generate_many(
+    engine: Engine, prompts: Any, params: Any, progress: bool, options: dict[str, Any]
+) -> list[Completion]:
+    return await engine.generate_many(prompts, params, progress=progress, **options)

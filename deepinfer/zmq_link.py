@@ -7,6 +7,8 @@ socket's events are looked at again. Knows nothing of what the messages mean.
 from __future__ import annotations
 
 import asyncio
+import os
+import weakref
 from typing import Final
 
 import zmq
@@ -37,6 +39,9 @@ class ZmqWorkerLink:
             (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
         ):
             self._socket.setsockopt(option, value)
+        # Before any finalizer of pyzmq's own, which would wait for ever for a socket that is garbage like its context.
+        self._finalizer = weakref.finalize(self, _terminate, self._context, self._socket, os.getpid())
+        self._finalizer.atexit = False
         self._socket.bind(endpoint)
         self._fd = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._read)
@@ -64,9 +69,10 @@ class ZmqWorkerLink:
         """Nothing is delivered from here on; what was sent has `linger_ms` to leave."""
         if not self._socket.closed:
             self._listener = None
-            self._loop.remove_reader(self._fd)
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self._fd)
             self._socket.close(linger=linger_ms)
-            self._context.term()
+            self._finalizer()
 
     def _check_events(self) -> None:
         if not self._is_read_due and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
@@ -104,3 +110,9 @@ class ZmqWorkerLink:
         """Tell the listener that `rank` is gone."""
         if self._listener is not None:
             self._listener.on_lost(rank, reason)
+
+
+def _terminate(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], pid: int) -> None:
+    if os.getpid() == pid:  # a forked child leaves its parent's alone
+        socket.close(linger=0)
+        context.term()

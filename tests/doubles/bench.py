@@ -1,0 +1,81 @@
+"""A scheduler over fake workers, a step at a time: without a loop, and with a clock that the test turns."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from typing import Any
+
+from deepinfer.rank import CacheShape
+from deepinfer.request import Request
+from deepinfer.scheduler import Scheduler, SchedulerConfig, Step
+from deepinfer_protocol import SlotSampling, StepResult
+from deepinfer_workers.fake import FakeRunner
+from doubles.group import fake_config, no_masks
+from doubles.oracle import completion
+
+VOCAB_SIZE = 97
+
+
+class Bench:
+    """A scheduler and its workers. A step takes a second; `depth` of them are in flight."""
+
+    def __init__(self, *, depth: int = 2, num_ranks: int = 1, slots: int = 8, blocks: int = 256, **config: Any) -> None:
+        shape = CacheShape(slots, blocks, 4)
+        self.scheduler = Scheduler(SchedulerConfig(**config), [shape] * num_ranks)
+        self.runners = [FakeRunner(fake_config(shape, rank, num_ranks, VOCAB_SIZE)) for rank in range(num_ranks)]
+        self.depth = depth
+        self.in_flight: deque[tuple[Step, list[StepResult]]] = deque()
+        self.now = 0.0
+        self.requests: list[Request] = []
+
+    def add(self, prompt: list[int], num_new: int = 4, *, n: int = 1, **options: Any) -> Request:
+        request = Request(
+            f"r{len(self.requests)}",
+            array("i", prompt),
+            [SlotSampling(temperature=1.0, seed=index) for index in range(n)] if n > 1 else [SlotSampling()],
+            max_length=len(prompt) + num_new,
+            stop_ids=frozenset(),
+            arrival_s=self.now,
+            **options,
+        )
+        self.scheduler.add(request, self.now)
+        self.requests.append(request)
+        return request
+
+    def send(self) -> None:
+        """Plan steps until as many as may be are in flight."""
+        while len(self.in_flight) < self.depth and (step := self.scheduler.schedule(self.now)) is not None:
+            self.scheduler.check_integrity()
+            self.in_flight.append((step, [self._answer(rank, step) for rank in range(len(self.runners))]))
+
+    def _answer(self, rank: int, step: Step) -> StepResult:
+        runner, plan = self.runners[rank], step.ranks[rank].plan
+        return StepResult(plan.epoch, plan.step_id, rank, 0, 0, 0, *runner.compute(runner.build(plan), no_masks))
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.send()
+            if self.in_flight:
+                self.scheduler.apply(*self.in_flight.popleft(), self.now)
+            self.now += 1.0
+            self.scheduler.check_integrity()
+
+    def run(self, limit: int = 500) -> int:
+        """Until everything is done and nothing is held. Returns how many steps it took."""
+        for count in range(limit):
+            if not self.scheduler.requests and not self.in_flight:
+                assert self.scheduler.stats().num_blocks_used == 0
+                self.check_tokens()
+                return count
+            self.step()
+        raise AssertionError(f"no end after {limit} steps: {self.scheduler.stats()}")
+
+    def check_tokens(self) -> None:
+        for request in self.requests:
+            for seq in request.samples:
+                wanted, _ = completion(
+                    request.prompt, request.sampling[seq.sample_index], request.max_length, frozenset(), VOCAB_SIZE
+                )
+                got = list(seq.tokens[seq.num_prompt :])
+                assert got == wanted or seq.finish_reason not in ("stop", "length"), request.request_id

@@ -1,0 +1,92 @@
+"""Requests and their samples: which moves are legal, and what the counters of a sample mean."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+
+import pytest
+
+from deepinfer.prefix import chain_root, extend_chain
+from deepinfer.request import TRANSITIONS, Request, Sequence, State
+from deepinfer_protocol import SlotSampling
+
+
+def request(prompt: list[int], n: int = 1) -> Request:
+    return Request("r", array("i", prompt), [SlotSampling()] * n, max_length=len(prompt) + 8, stop_ids=frozenset())
+
+
+def in_state(state: State) -> Sequence:
+    seq = request([1, 2, 3]).samples[0]
+    seq.state = state
+    return seq
+
+
+@pytest.mark.parametrize(("old", "new"), list(itertools.product(State, State)), ids=lambda state: str(state.value))
+def test_only_the_moves_of_the_table_are_made(old: State, new: State) -> None:
+    seq = in_state(old)
+    if new in TRANSITIONS[old]:
+        seq.move(new)
+        assert seq.state is new
+    else:
+        with pytest.raises(AssertionError):
+            seq.move(new)
+
+
+def test_every_state_leads_to_the_end_and_nothing_leads_out_of_it() -> None:
+    assert set(TRANSITIONS) == set(State)
+    assert all(State.FINISHED in TRANSITIONS[state] for state in State if state is not State.FINISHED)
+    assert TRANSITIONS[State.FINISHED] == set()
+
+
+def test_further_samples_wait_for_the_prompt_of_the_first() -> None:
+    samples = request([1, 2, 3], n=3).samples
+    assert [seq.state for seq in samples] == [State.WAITING, State.HELD, State.HELD]
+
+
+def test_samples_share_no_tokens_with_each_other_or_the_prompt() -> None:
+    whole = request([1, 2, 3], n=2)
+    whole.samples[0].tokens.append(9)
+    assert list(whole.prompt) == list(whole.samples[1].tokens) == [1, 2, 3]
+    assert [seq.num_output for seq in whole.samples] == [1, 0]
+
+
+@pytest.mark.parametrize("state", State)
+def test_the_states_with_a_slot_are_prefill_and_decode(state: State) -> None:
+    assert in_state(state).has_slot == (state in (State.PREFILL, State.DECODE))
+
+
+def test_pending_tokens_are_those_of_steps_in_flight() -> None:
+    seq = in_state(State.DECODE)
+    seq.num_planned = 3
+    assert seq.num_pending == 1  # the prompt is computed: its token is on its way
+    seq.num_planned = 4
+    assert seq.num_pending == 2
+    seq.tokens.extend([7, 8])
+    assert seq.num_pending == 0
+
+
+# ---- keys of prefix blocks
+
+
+def keys(tokens: list[int], version: str = "v1", block_size: int = 4) -> list[bytes]:
+    hashes: list[bytes] = []
+    extend_chain(hashes, chain_root(version), array("i", tokens), block_size, len(tokens) // block_size)
+    return hashes
+
+
+def test_a_key_stands_for_every_token_before_it() -> None:
+    assert keys([1, 2, 3, 4, 5, 6, 7, 8])[1] != keys([9, 2, 3, 4, 5, 6, 7, 8])[1]
+    assert keys([1, 2, 3, 4, 5, 6, 7, 8])[0] == keys([1, 2, 3, 4, 0, 0, 0, 0])[0]
+
+
+def test_another_version_of_the_weights_never_matches() -> None:
+    assert not set(keys(list(range(8)), "v1")) & set(keys(list(range(8)), "v2"))
+
+
+def test_a_chain_can_be_extended_bit_by_bit() -> None:
+    tokens = array("i", range(40))
+    hashes: list[bytes] = []
+    for num_blocks in (1, 1, 3, 10):
+        extend_chain(hashes, chain_root("v1"), tokens, 4, num_blocks)
+    assert hashes == keys(list(range(40)))

@@ -1,0 +1,325 @@
+"""The scheduler against fake workers, without a loop or a clock: who runs when, who gives way, what is shared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from deepinfer.errors import DuplicateRequestId, Overloaded, WorkerLost
+from deepinfer.request import State
+from deepinfer.scheduler import Scheduler
+from deepinfer_protocol import StepResult, pack_int32, unpack_int32
+from doubles.bench import Bench
+
+# ---- who runs when
+
+
+def test_higher_priority_starts_first() -> None:
+    bench = Bench(slots=1)
+    bench.add([1], 10)
+    bench.step()
+    low, high = bench.add([2], priority=1), bench.add([3], priority=0)
+    bench.run()
+    assert high.started_s is not None and low.started_s is not None
+    assert high.started_s < low.started_s
+
+
+def test_a_constant_stream_of_high_priority_lets_a_low_one_through_within_its_ageing() -> None:
+    bench = Bench(slots=1, ageing_s=10.0)
+    first = bench.add([1], 2)
+    bench.step()
+    low = bench.add([1], 3, priority=3)  # counts as one of priority 0 that came 30 s later
+    stream = []
+    for index in range(60):
+        stream.append(bench.add([2, index], 1))
+        bench.step()
+    bench.run()
+    assert first.num_preemptions == low.num_preemptions == 0
+    assert low.started_s is not None and low.started_s < 100
+    for high in stream:
+        assert high.started_s is not None
+        assert (high.started_s < low.started_s) == (high.arrival_s < low.arrival_s + 30)
+
+
+def test_a_slot_is_taken_from_a_lower_priority_and_given_back() -> None:
+    bench = Bench(slots=2)
+    low = [bench.add([index], 20, priority=1) for index in range(2)]
+    bench.step(4)
+    high = bench.add([9], 3)
+    bench.step(7)
+    assert high.num_unfinished == 0 and all(request.num_unfinished for request in low)
+    assert [request.num_preemptions for request in low] == [0, 1]  # the later one gave way
+    bench.run()
+
+
+def test_equals_wait_for_each_other() -> None:
+    bench = Bench(slots=1)
+    first, second = bench.add([1], 20), bench.add([2], 2)
+    bench.run()
+    assert first.num_preemptions == second.num_preemptions == 0
+
+
+def test_a_row_that_loses_its_slot_to_priority_in_the_step_that_completes_its_prompt_keeps_its_token() -> None:
+    bench = Bench(slots=1, prefill_chunk=4)
+    low = bench.add(list(range(8)), 5, priority=1)
+    bench.send()
+    bench.add([9], 2)
+    bench.run()
+    assert low.num_preemptions == 1
+
+
+def test_many_that_nobody_reads_may_have_to_give_way_for_one() -> None:
+    bench = Bench(slots=2000, blocks=2000, max_batch_tokens=8192, prefill_chunk=8192)
+    unread = [bench.add([index % 97], 3) for index in range(2000)]
+    bench.step()
+    for request in unread:
+        bench.scheduler.pause(request)
+    bench.step(3)
+    big = bench.add([index % 97 for index in range(7900)], 2)
+    bench.step(2)
+    assert big.started_s is not None
+    assert bench.scheduler.stats().num_preempted > 1000
+
+
+def test_a_long_prompt_starves_neither_short_ones_nor_decoders() -> None:
+    bench = Bench(max_batch_tokens=32, prefill_chunk=16)
+    decoding = bench.add([1], 60)
+    bench.step(3)
+    long = bench.add([index % 97 for index in range(600)], 2)
+    bench.step(3)
+    short = bench.add([3, 4], 2)
+    before = len(decoding.samples[0].tokens)
+    bench.step(10)
+    assert short.num_unfinished == 0
+    assert len(decoding.samples[0].tokens) == before + 10
+    assert long.samples[0].state is State.PREFILL
+    bench.run()
+
+
+def test_ranks_share_the_work_evenly() -> None:
+    bench = Bench(num_ranks=2, slots=4)
+    for index in range(8):
+        bench.add([index], 6)
+    bench.step(3)
+    assert [rank.num_running for rank in bench.scheduler.ranks] == [4, 4]
+    bench.run()
+
+
+# ---- readers that are too slow
+
+
+def test_a_paused_request_gives_its_slot_to_whoever_waits_and_goes_on_later() -> None:
+    bench = Bench(slots=1)
+    paused = bench.add([1], 10)
+    bench.step(3)
+    bench.scheduler.pause(paused)
+    waiting = bench.add([2], 3)
+    bench.step(8)
+    assert waiting.num_unfinished == 0
+    assert paused.num_preemptions == 1 and paused.num_unfinished == 1
+    bench.scheduler.resume(paused)
+    bench.run()
+
+
+def test_a_paused_request_in_the_queue_lets_others_pass() -> None:
+    bench = Bench(slots=1)
+    bench.add([1], 5)
+    bench.step()
+    paused, behind = bench.add([2], 3), bench.add([3], 3)
+    bench.scheduler.pause(paused)
+    bench.step(14)
+    assert behind.num_unfinished == 0 and paused.started_s is None
+    bench.scheduler.resume(paused)
+    bench.run()
+
+
+# ---- blocks
+
+
+def test_three_that_cannot_all_fit_make_progress_without_preempting_each_other_for_ever() -> None:
+    bench = Bench(blocks=6)
+    for index in range(3):
+        bench.add([index] * 8, 12)  # five blocks each, at the end
+    assert bench.run() < 100
+    assert bench.scheduler.stats().num_preempted <= 4
+
+
+def test_a_slot_that_a_step_in_flight_names_is_not_given_away() -> None:
+    bench = Bench(slots=1)
+    first = bench.add([1], 50)
+    bench.step(2)
+    bench.send()
+    second = bench.add([2], 2)
+    bench.scheduler.finish_request(first, "abort", bench.now)
+    rank = bench.scheduler.ranks[0]
+    assert (rank.num_free_slots, rank.release.num_slots) == (0, 1)
+    bench.scheduler.check_integrity()
+    bench.step()
+    assert rank.num_running == 0
+    bench.step(2)
+    assert second.started_s is not None
+    bench.run()
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+@pytest.mark.parametrize(("num_prompt", "num_shared"), [(4, 0), (5, 1), (8, 1), (9, 2)])
+def test_samples_share_the_full_blocks_of_their_prompt(prefix_cache: bool, num_prompt: int, num_shared: int) -> None:
+    bench = Bench(prefix_cache=prefix_cache)
+    bench.add(list(range(num_prompt)), 3, n=3)
+    bench.step(2)
+    assert bench.scheduler.stats().num_running == 3
+    num_own = -(-(num_prompt + 2) // 4) - num_shared
+    assert num_shared + 3 <= bench.scheduler.stats().num_blocks_used <= num_shared + 3 * num_own
+    bench.run()
+
+
+@pytest.mark.parametrize("num_common", [3, 4, 5, 7, 8, 9, 15, 16, 17])
+def test_a_prefix_hit_covers_whole_blocks_and_never_the_last_token(num_common: int) -> None:
+    bench = Bench()
+    prompt = list(range(20, 40))
+    bench.add(prompt, 2)
+    bench.run()
+    same, longer = bench.add(prompt[:num_common], 2), bench.add([*prompt[:num_common], 1, 2], 2)
+    bench.run()
+    assert same.num_cached_tokens == (num_common - 1) // 4 * 4
+    assert longer.num_cached_tokens == num_common // 4 * 4
+
+
+# ---- deadlines and limits
+
+
+def test_deadlines_end_what_waits_and_what_runs_in_time() -> None:
+    bench = Bench(slots=1)
+    running = bench.add([1], 50, deadline_s=5.0)
+    queued = bench.add([2], 2, queue_deadline_s=3.0)
+    bench.step(3)
+    assert bench.scheduler.next_deadline() == 3.0
+    assert [reason for _, _, reason, _ in bench.scheduler.expire(3.0)] == ["queue_timeout"]
+    assert queued.samples[0].num_output == 0
+    bench.step(2)
+    assert [reason for _, _, reason, _ in bench.scheduler.expire(5.0)] == ["timeout"]
+    assert running.samples[0].finish_reason == "timeout"
+    bench.run()
+    assert bench.scheduler.next_deadline() == float("inf")
+
+
+def test_a_queue_time_does_not_end_what_has_started() -> None:
+    bench = Bench()
+    bench.add([1], 5, queue_deadline_s=1.0)
+    bench.step()
+    assert bench.scheduler.expire(2.0) == []
+    bench.run()
+
+
+def test_a_full_queue_refuses_and_changes_nothing() -> None:
+    bench = Bench(slots=1, max_queued_requests=2, max_queued_tokens=10)
+    bench.add([1] * 50, 2)  # longer than the limit, but alone
+    with pytest.raises(Overloaded, match="50 prompt tokens wait"):
+        bench.add([1], 1)
+    bench.step()
+    bench.add([2] * 5, 2, n=8)
+    with pytest.raises(Overloaded, match="5 prompt tokens wait") as refusal:
+        bench.add([3] * 6, 1)
+    assert refusal.value.retry_after_s > 0
+    bench.add([4], 1)
+    with pytest.raises(Overloaded, match="2 requests wait"):
+        bench.add([5], 1)
+    bench.scheduler.check_integrity()
+    bench.run()
+
+
+def test_samples_that_wait_do_not_fill_the_queue_for_requests() -> None:
+    bench = Bench(slots=1, max_queued_requests=2)
+    bench.add([1], 3, n=16)
+    bench.step(2)
+    assert bench.scheduler.stats().num_waiting == 15
+    bench.add([2], 1)
+    bench.run()
+
+
+def test_an_open_id_is_refused() -> None:
+    bench = Bench()
+    request = bench.add([1], 5)
+    with pytest.raises(DuplicateRequestId):
+        bench.scheduler.add(request, 0.0)
+    bench.run()
+
+
+def test_what_has_ended_is_not_kept_for_a_late_deadline_or_a_place_in_the_queue() -> None:
+    bench = Bench(slots=1)
+    bench.add([1], 2000, deadline_s=1e6)
+    bench.step()
+    bench.add([2], 1)
+    for _ in range(2000):
+        ended = bench.add([3], 1, deadline_s=2e6)
+        bench.scheduler.finish_request(ended, "abort", bench.now)
+    assert len(bench.scheduler._deadlines) < 200
+    assert len(bench.scheduler._waiting) < 200
+    bench.scheduler.check_integrity()
+
+
+# ---- wrong answers, wrong books
+
+
+def changed(result: StepResult, row: int, column: int) -> StepResult:
+    rows = unpack_int32(result.rows)
+    rows[column * len(rows) // 4 + row] += 1
+    return msgspec.structs.replace(result, rows=pack_int32(rows))
+
+
+@pytest.mark.parametrize(("column", "word"), [(0, "slot 1 expected, 2 came"), (1, "generation 1 expected, 2 came")])
+def test_drift_is_named_by_row_and_field(column: int, word: str) -> None:
+    bench = Bench()
+    for index in range(3):
+        bench.add([index, index], 3)
+    bench.send()
+    step, results = bench.in_flight.popleft()
+    with pytest.raises(WorkerLost, match=rf"step 0, rank 0, row 1: the worker's state has drifted: {word}"):
+        bench.scheduler.apply(step, [changed(results[0], 1, column)], 0.0)
+
+
+def free_a_slot_twice(scheduler: Scheduler) -> None:
+    scheduler.ranks[0]._free_slots.append(0)
+
+
+def share_a_block(scheduler: Scheduler) -> None:
+    scheduler.ranks[0].pool._num_owners[0] += 1
+
+
+def miscount_the_queue(scheduler: Scheduler) -> None:
+    scheduler._num_queued_tokens += 1
+
+
+def miscount_the_waiting(scheduler: Scheduler) -> None:
+    scheduler._num_waiting -= 1
+
+
+def forget_a_capacity(scheduler: Scheduler) -> None:
+    next(iter(scheduler.ranks[0].decode)).capacity += 4
+
+
+def finish_without_telling(scheduler: Scheduler) -> None:
+    next(iter(scheduler.requests.values())).num_unfinished -= 1
+
+
+@pytest.mark.parametrize(
+    "corrupt",
+    [
+        free_a_slot_twice,
+        share_a_block,
+        miscount_the_queue,
+        miscount_the_waiting,
+        forget_a_capacity,
+        finish_without_telling,
+    ],
+)
+def test_corrupt_books_are_found(corrupt: Callable[[Scheduler], None]) -> None:
+    bench = Bench(slots=3)
+    for index in range(5):
+        bench.add([index], 20)
+    bench.step(3)
+    corrupt(bench.scheduler)
+    with pytest.raises(AssertionError):
+        bench.scheduler.check_integrity()
