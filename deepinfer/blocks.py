@@ -83,13 +83,6 @@ class BlockPool:
         """The block published under `block_hash`."""
         return self._hash_to_block.get(block_hash)
 
-    def forget_all(self) -> None:
-        """Nothing is adopted from here on: after a change of weights."""
-        for block in list(self._hash_to_block.values()):
-            self._forget_hash(block)
-        self._free.extend(self._cached)
-        self._cached.clear()
-
     def _forget_hash(self, block: int) -> None:
         if self._hash_of[block]:
             del self._hash_to_block[self._hash_of[block]]

@@ -6,7 +6,8 @@ clock) gives it the time and calls it back. Knows nothing of sockets, processes,
 
 from __future__ import annotations
 
-import asyncio
+import logging
+from array import array
 from collections import deque
 from collections.abc import Callable
 from math import inf
@@ -14,13 +15,17 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
-from deepinfer.errors import DeepInferError, EngineClosed, SlowConsumer, WorkerLost
+from deepinfer.admission import Admitted
+from deepinfer.errors import DeepInferError, EngineClosed, EngineError, SlowConsumer, WorkerLost
 from deepinfer.link import WorkerLink
+from deepinfer.outbox import Outbox
 from deepinfer.output import OutputText
 from deepinfer.request import FinishReason, Request, Sequence
 from deepinfer.scheduler import Emission, Scheduler, Step, TokenLogprobs
-from deepinfer.stream import Logprob, Mailbox, Piece, TokenLogprob
+from deepinfer.stream import Logprob, Mailbox, TokenLogprob
 from deepinfer_protocol import AnyMessage, Fault, StepResult
+
+logger = logging.getLogger(__name__)
 
 
 class Timer(Protocol):
@@ -70,10 +75,6 @@ class InFlight(Struct):
     """When it was sent, or when the step before it was done."""
 
 
-Delivery = tuple[Mailbox, Piece | DeepInferError]
-"""Something for a mailbox: a piece, or the end by an error."""
-
-
 class EngineCore:
     """Drives a scheduler over a link, and fills mailboxes."""
 
@@ -88,7 +89,7 @@ class EngineCore:
         self._max_in_flight = 2 if config.overlap else 1
         self._in_flight: deque[InFlight] = deque()
         self._inbox: deque[tuple[Callable[[Any], None], Any]] = deque()
-        self._outbox: list[Delivery] = []
+        self._outbox = Outbox(clock)
         self._is_pump_due = False
         self._timer: Timer | None = None
         self._timer_s = inf
@@ -107,26 +108,34 @@ class EngineCore:
             self._clock.call_soon(self._pump)
 
     def submit(self, request: Request) -> None:
-        """Queue `request`, or close its mailbox with the reason."""
-        mailbox: Mailbox = request.user
-        if mailbox.is_closed:
-            return  # aborted before it got here
+        """Queue `request`, or close its mailbox with the reason. Its prompt may still be text."""
         try:
             if self.failure is not None:
-                raise self.failure
+                raise _again(self.failure)
             self.scheduler.add(request, self._clock.time())
         except DeepInferError as error:
-            self._outbox.append((mailbox, error))
+            self._outbox.add((request.user, error))
+
+    def encode(self, content: tuple[Request, array[int], Admitted]) -> None:
+        """The text of a submitted request has become tokens."""
+        request, prompt, admitted = content
+        if self._is_open(request):
+            self.scheduler.encode(request, prompt, admitted)
+
+    def refuse(self, content: tuple[Request, DeepInferError]) -> None:
+        """A submitted request turned out not to be one."""
+        request, error = content
+        if self._is_open(request):
+            self.scheduler.finish_request(request, "abort", self._clock.time())
+            self._outbox.add((request.user, error))
 
     def abort(self, request: Request) -> None:
         """End `request`; idempotent."""
-        if self.scheduler.requests.get(request.request_id) is request:
+        if self._is_open(request):
             self._emit_ends(self.scheduler.finish_request(request, "abort", self._clock.time()))
 
-    def end_unsubmitted(self, mailbox: Mailbox, num_samples: int) -> None:
-        """The end of a request that was aborted before it was one."""
-        for index in range(num_samples):
-            self._outbox.append((mailbox, (index, None, "", None, "abort")))
+    def _is_open(self, request: Request) -> bool:
+        return self.failure is None and self.scheduler.requests.get(request.request_id) is request
 
     def abort_id(self, request_id: str) -> None:
         request = self.scheduler.requests.get(request_id)
@@ -142,13 +151,21 @@ class EngineCore:
     # ---- the loop
 
     def _pump(self) -> None:
+        """Whatever is due. An error of our own is not left to the loop: it ends every stream in words."""
         self._is_pump_due = False
-        self._drain_inbox()
-        if self.failure is None:
-            self._expire()
-            self._dispatch()
-        self._publish()
-        self._arm_timer()
+        try:
+            self._drain_inbox()
+            if self.failure is None:
+                self._expire()
+                self._dispatch()
+            self._outbox.publish()
+            self._arm_timer()
+        except Exception as error:
+            self._crash(error)
+
+    def _crash(self, error: Exception) -> None:
+        logger.error("the core failed", exc_info=error)
+        self.fail(EngineError(f"the core failed: {type(error).__name__}: {error}"))
 
     def _drain_inbox(self) -> None:
         inbox = self._inbox
@@ -186,13 +203,17 @@ class EngineCore:
             self._apply_complete()
         except WorkerLost as error:
             self.fail(error)
-            return
-        self._pump()
+        except Exception as error:
+            self._crash(error)
+        else:
+            self._pump()
 
     def _take_result(self, rank: int, result: StepResult) -> None:
         for waiting in self._in_flight:
             if waiting.results[rank] is None:
                 step_id = waiting.step.step_id
+                if result.epoch != self.scheduler.epoch:
+                    raise WorkerLost(f"rank {rank} answered for another epoch, {result.epoch}")
                 if (result.step_id, result.rank) != (step_id, rank):
                     came = f"step {result.step_id} of rank {result.rank}"
                     raise WorkerLost(f"step {step_id} of rank {rank} was due, {came} came")
@@ -222,25 +243,37 @@ class EngineCore:
 
     def _emit(self, emissions: list[Emission]) -> None:
         """Tokens to pieces: text, stop strings, readers that are too slow."""
-        outbox = self._outbox
+        add = self._outbox.add
         cap = self._config.max_unread_tokens
         self.stats.num_tokens += len(emissions)
         for seq, token, reason, logprobs in emissions:
             text = ""
             output: OutputText | None = seq.user
             if output is not None:
-                if reason is None and token is not None and not output.has_stops:
-                    text = output.push(token)
-                else:
-                    text, reason = self._text_of(seq, output, token, reason)
+                try:
+                    if reason is None and token is not None and not output.has_stops:
+                        text = output.push(token)
+                    else:
+                        text, reason = self._text_of(seq, output, token, reason)
+                except Exception as error:
+                    self._lose_text(seq, error)
+                    continue
             mailbox: Mailbox = seq.request.user
             if reason is not None:
                 mailbox.num_cached_tokens = seq.request.num_cached_tokens
+                mailbox.num_preemptions = seq.request.num_preemptions
             logprob = None if logprobs is None else _readable(logprobs)
-            outbox.append((mailbox, (seq.sample_index, token, text, logprob, reason)))
+            add((mailbox, (seq.sample_index, token, text, logprob, reason)))
             mailbox.num_pushed += 1
             if mailbox.num_pushed - mailbox.num_taken >= cap and not seq.request.is_paused:
                 self._pause(seq.request, mailbox)
+
+    def _lose_text(self, seq: Sequence, error: Exception) -> None:
+        """One request's text cannot be made: its end, and nobody else's."""
+        logger.error("detokenizing %s failed", seq.request.request_id, exc_info=error)
+        self.scheduler.finish_request(seq.request, "abort", self._clock.time())
+        reason = f"the text of a token could not be made: {type(error).__name__}: {error}"
+        self._outbox.add((seq.request.user, EngineError(reason)))
 
     def _text_of(
         self, seq: Sequence, output: OutputText, token: int | None, reason: FinishReason | None
@@ -261,12 +294,12 @@ class EngineCore:
             mailbox: Mailbox = seq.request.user
             if reason == "slow_consumer":
                 error = SlowConsumer(f"more than {self._config.max_unread_tokens} tokens stood unread for too long")
-                self._outbox.append((mailbox, error))
+                self._outbox.add((mailbox, error))
             else:
                 output: OutputText | None = seq.user
                 text = "" if output is None else output.flush()
                 mailbox.num_pushed += 1
-                self._outbox.append((mailbox, (seq.sample_index, None, text, None, reason)))
+                self._outbox.add((mailbox, (seq.sample_index, None, text, None, reason)))
 
     def _pause(self, request: Request, mailbox: Mailbox) -> None:
         mailbox.is_paused = True
@@ -276,30 +309,6 @@ class EngineCore:
         if mailbox.num_pushed - mailbox.num_taken <= self._config.max_unread_tokens // 2:
             mailbox.is_paused = False  # it was read meanwhile, by another thread that saw no pause yet
             self.resume(request)
-
-    def _publish(self) -> None:
-        if not self._outbox:
-            return
-        outbox, self._outbox = self._outbox, []
-        remote: dict[asyncio.AbstractEventLoop, list[Delivery]] = {}
-        clock = self._clock
-        local: list[Delivery] = []
-        for delivery in outbox:
-            loop = delivery[0].loop
-            if loop is clock or loop is None:
-                local.append(delivery)
-            else:
-                remote.setdefault(loop, []).append(delivery)
-        deliver(local)
-        for loop, deliveries in remote.items():
-            self._send_to(loop, deliveries)
-
-    def _send_to(self, loop: asyncio.AbstractEventLoop, deliveries: list[Delivery]) -> None:
-        """One wake-up a step and loop, never one a token."""
-        try:
-            loop.call_soon_threadsafe(deliver, deliveries)
-        except RuntimeError:
-            pass  # the readers' loop is closed: their streams end when they are dropped, or as slow consumers
 
     # ---- ends
 
@@ -313,9 +322,10 @@ class EngineCore:
         self.failure = error
         self._in_flight.clear()
         for request in self.scheduler.requests.values():
-            self._outbox.append((request.user, error))
-        self._pump()
+            self._outbox.add((request.user, _again(error)))
+        self._outbox.publish()
         self.on_failure()
+        self._pump()
 
     def close(self) -> None:
         """Every open stream ends with `EngineClosed`."""
@@ -360,13 +370,9 @@ class EngineCore:
                 assert rank.release.num_slots == 0, "something waits for a step that is not in flight"
 
 
-def deliver(deliveries: list[Delivery]) -> None:
-    """On the readers' loop."""
-    for mailbox, content in deliveries:
-        if isinstance(content, tuple):
-            mailbox.push(content)
-        else:
-            mailbox.close(content)
+def _again(error: DeepInferError) -> DeepInferError:
+    """`error` for one more reader: a shared one would gather every reader's frames in its traceback."""
+    return type(error)(*error.args)
 
 
 def _readable(logprobs: TokenLogprobs) -> TokenLogprob:

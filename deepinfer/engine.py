@@ -24,13 +24,12 @@ from deepinfer.core import CoreConfig, CoreStats, EngineCore
 from deepinfer.errors import ConfigError, DeepInferError, EngineClosed, ForkedEngine, WrongLoop
 from deepinfer.group import ProgressReport, WorkerGroup
 from deepinfer.home import CallerLoop, OwnThread, call_threadsafe
-from deepinfer.intake import Intake, Messages, Prompt, Submission
+from deepinfer.intake import Intake, Messages, Prompt
 from deepinfer.many import generate_many
 from deepinfer.rank import CacheShape
-from deepinfer.request import Request
 from deepinfer.result import Completion
 from deepinfer.scheduler import Scheduler, SchedulerConfig, SchedulerStats
-from deepinfer.stream import TokenStream
+from deepinfer.stream import Mailbox, TokenStream
 from deepinfer.text import TextPipeline
 from deepinfer_protocol import Ready, SamplingParams, wire_version
 
@@ -42,6 +41,8 @@ class EngineStats(NamedTuple):
 
     scheduler: SchedulerStats
     core: CoreStats
+    num_strange_frames: int
+    """Frames on the engine's socket that came from none of its workers; they were not read."""
 
 
 class Engine:
@@ -73,7 +74,10 @@ class Engine:
         on_progress: Callable[[str], None] | None = None,
         **settings: Any,
     ) -> Self:
-        """A running engine; the caller owes it an `aclose()`. Raises `ConfigError`, `ModelError`, `EngineError`."""
+        """A running engine; the caller owes it an `aclose()`. Raises `ConfigError`, `ModelError`, `EngineError`.
+
+        `on_progress` hears a line of text now and then, on the caller's loop.
+        """
         engine = cls(model, **settings)
         await engine.open(on_progress)
         return engine
@@ -85,7 +89,7 @@ class Engine:
         self._state = _State.STARTING
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="deepinfer-text")
         self._home: CallerLoop | OwnThread = OwnThread() if self.config.own_thread else CallerLoop()
-        self._starting = asyncio.create_task(self._open(on_progress or (lambda text: None)))
+        self._starting = asyncio.create_task(self._open(_on_this_loop(on_progress)))
         try:
             await self._starting
         except BaseException as error:
@@ -122,7 +126,7 @@ class Engine:
         scheduler = Scheduler(_scheduler_config(config), [_shape(rank) for rank in ready], epoch=self._group.epoch)
         self._core = EngineCore(scheduler, self._group.link, self._home.loop, _core_config(config))
         self._core.on_failure = self._group.supervisor.kill
-        self._intake = Intake(self.limits, self._text, self._executor, self._hand_over)
+        self._intake = Intake(self.limits, self._text, self._executor, self._core, self._post)
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -135,8 +139,11 @@ class Engine:
 
     async def aclose(self) -> None:
         """End every open stream with `EngineClosed`, then the workers. Callable twice, from any task, during start."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid or self._state is _State.NEW:
             return  # in a forked child: the workers are the parent's
+        if not self.config.own_thread and asyncio.get_running_loop() is not self._home.loop:
+            self._close_from_elsewhere()
+            return
         if self._state is _State.STARTING and self._starting is not None:
             self._state = _State.CLOSED
             self._starting.cancel()
@@ -147,6 +154,14 @@ class Engine:
             self._closing = asyncio.create_task(self._close())
         if self._closing is not None:
             await asyncio.shield(self._closing)
+
+    def _close_from_elsewhere(self) -> None:
+        """On another loop than the one that opened the engine: fine if that one is over."""
+        if not self._home.loop.is_closed():
+            raise WrongLoop("this engine belongs to the loop that opened it: close it there")
+        if self._state is _State.RUNNING:
+            self._state = _State.CLOSED
+            self._release()
 
     async def _close(self) -> None:
         try:
@@ -160,7 +175,7 @@ class Engine:
 
     def _release(self) -> None:
         """Whatever is left of an engine that did not open, or has closed."""
-        self._executor.shutdown(wait=False)
+        self._executor.shutdown(wait=False, cancel_futures=True)
         self._home.call(self._kill_group)
         self._home.close()
 
@@ -195,23 +210,28 @@ class Engine:
         Lower `priority` goes first. A request that has not started after `queue_timeout_s`, or not ended after
         `timeout_s`, ends with that as its finish reason. Chunks are deltas, never the text so far.
         """
-        submission = Submission(prompt, messages, secrets.token_hex(8) if request_id is None else request_id)
-        core = getattr(self, "_core", None)
+        request_id = secrets.token_hex(8) if request_id is None else request_id
+        mailbox = Mailbox(None)
+        abort: Callable[[], None] = _do_nothing
+        resume: Callable[[], None] = _do_nothing
         try:
             self._check_usable()
-            submission.mailbox.loop = self._reader_loop()
-            self._intake.take(
-                submission, params, priority=priority, queue_timeout_s=queue_timeout_s, timeout_s=timeout_s
+            mailbox.loop = self._reader_loop()
+            request = self._intake.take(
+                mailbox,
+                request_id,
+                prompt,
+                messages,
+                params,
+                priority=priority,
+                queue_timeout_s=queue_timeout_s,
+                timeout_s=timeout_s,
             )
+            abort = partial(self._post_threadsafe, self._core.abort, request)
+            resume = partial(self._post_threadsafe, self._core.resume, request)
         except DeepInferError as error:
-            submission.mailbox.close(error)
-        return TokenStream(
-            submission.request_id,
-            submission.mailbox,
-            partial(self._post_threadsafe, submission.abort, core),
-            partial(self._post_threadsafe, submission.resume, core),
-            self.config.max_unread_tokens // 2,
-        )
+            mailbox.close(error)
+        return TokenStream(request_id, mailbox, abort, resume, self.config.max_unread_tokens // 2)
 
     async def generate(
         self, prompt: Prompt | None = None, params: SamplingParams | None = None, **options: Any
@@ -223,6 +243,7 @@ class Engine:
                 completion.add(chunk)
             completion.num_prompt_tokens = stream.num_prompt_tokens
             completion.num_cached_tokens = stream.num_cached_tokens
+            completion.num_preemptions = stream.num_preemptions
             return completion
 
     async def generate_many(
@@ -246,20 +267,25 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot. Raises `EngineClosed` before the engine is open."""
-        if not hasattr(self, "_core"):
-            raise EngineClosed(f"the engine is {self._state}")
-        return EngineStats(self._core.scheduler.stats(), self._core.stats)
+        self._check_opened()
+        return EngineStats(self._core.scheduler.stats(), self._core.stats, self._group.link.num_strange_frames)
 
     @property
     def worker_pids(self) -> list[int]:
-        """Processes of the workers that live."""
-        return self._group.supervisor.pids
+        """Processes of the workers that live; none before they are started."""
+        group: WorkerGroup | None = getattr(self, "_group", None)
+        return [] if group is None else group.supervisor.pids
 
     def check_integrity(self) -> None:
         """The core's books agree. Raises `AssertionError`. Only on the core's own loop."""
+        self._check_opened()
         self._core.check_integrity()
 
     # ---- from a call to a request
+
+    def _check_opened(self) -> None:
+        if not hasattr(self, "_core"):
+            raise EngineClosed(f"the engine is {self._state}")
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
@@ -276,9 +302,6 @@ class Engine:
             raise WrongLoop("this engine belongs to the loop that opened it; Engine(own_thread=True) serves any loop")
         return loop
 
-    def _hand_over(self, submission: Submission, request: Request) -> None:
-        self._post(partial(submission.submit, request), self._core)
-
     def _post(self, action: Callable[[Any], None], argument: Any) -> None:
         """Run `action(argument)` in the core, from any thread."""
         self._core.post(action, argument)
@@ -292,6 +315,21 @@ class Engine:
         if self._state is _State.RUNNING:
             self._core.post(action, argument)
             call_threadsafe(self._home.loop, self._core.wake)
+
+
+def _on_this_loop(on_progress: Callable[[str], None] | None) -> Callable[[str], None]:
+    """`on_progress` as a function for any thread; an error in it is the loop's, and does not stop the start."""
+    loop = asyncio.get_running_loop()
+
+    def tell(text: str) -> None:
+        if on_progress is not None:
+            call_threadsafe(loop, partial(on_progress, text))
+
+    return tell
+
+
+def _do_nothing() -> None:
+    """For a stream whose request was refused."""
 
 
 class _State:

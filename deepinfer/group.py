@@ -32,7 +32,7 @@ class WorkerGroup:
         self.supervisor = Supervisor()
         try:
             self.link = ZmqWorkerLink(self._runtime_dir.endpoint, self.epoch, config.num_workers)
-            self._handshake = _Handshake(config.num_workers, version)
+            self._handshake = _Handshake(self.epoch, config.num_workers, version)
             self.link.listen(self._handshake)
             configs = [self._worker_config(config, model_path, rank) for rank in range(config.num_workers)]
             self.supervisor.start(configs, self._on_exit)
@@ -100,7 +100,8 @@ class WorkerGroup:
 class _Handshake:
     """Listens until every rank is ready, or one fails."""
 
-    def __init__(self, num_ranks: int, version: str) -> None:
+    def __init__(self, epoch: int, num_ranks: int, version: str) -> None:
+        self._epoch = epoch
         self.result: asyncio.Future[list[Ready]] = asyncio.get_running_loop().create_future()
         self.report: ProgressReport | None = None
         self._version = version
@@ -111,7 +112,9 @@ class _Handshake:
     def on_message(self, rank: int, message: AnyMessage) -> None:
         if self.result.done():
             return
-        if isinstance(message, Hello):
+        if (getattr(message, "epoch", None), getattr(message, "rank", None)) != (self._epoch, rank):
+            self._fail(WorkerStartError(f"worker {rank} sent {type(message).__name__} of another epoch or rank"))
+        elif isinstance(message, Hello):
             self._greet(rank, message)
         elif rank not in self._greeted:
             self._fail(WorkerStartError(f"worker {rank} sent {type(message).__name__} before Hello"))
@@ -119,7 +122,7 @@ class _Handshake:
             self._tell(rank, message)
         elif isinstance(message, Fault):
             self._fail(_error_of(message))
-        elif isinstance(message, Ready):
+        elif isinstance(message, Ready) and rank not in self._ready:
             self._complete(rank, message)
         else:
             self._fail(WorkerStartError(f"worker {rank} sent {type(message).__name__} before it was ready"))

@@ -1,6 +1,7 @@
 """From what a caller gave to a request of the core: every check that needs no queue, and the encoding of text.
 
-Long text is encoded in a thread, so that the caller's loop goes on. Knows nothing of loops, streams or workers.
+A request whose text is long is known to the core before it is encoded, in a thread: it has its id, its deadlines and
+its share of the load, and it can be aborted. Knows nothing of loops, streams or workers.
 """
 
 from __future__ import annotations
@@ -8,11 +9,11 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from deepinfer.admission import (
+    Admitted,
     ModelLimits,
     admit,
     check_params,
@@ -22,148 +23,151 @@ from deepinfer.admission import (
     check_token_ids,
 )
 from deepinfer.core import EngineCore
-from deepinfer.errors import InvalidRequest
+from deepinfer.errors import DeepInferError, EngineClosed, EngineError, InvalidRequest
 from deepinfer.request import Request
 from deepinfer.stream import Mailbox
 from deepinfer.text import TextPipeline
 from deepinfer_protocol import SamplingParams
 
 INLINE_CHARACTERS: Final = 1000
-"""Longer text is encoded in a thread."""
+INLINE_STRINGS: Final = 32
+"""Text of more characters, or messages of more strings, are encoded in a thread."""
+CHARACTERS_PER_TOKEN: Final = 4
+"""What text weighs in the queue until it is encoded."""
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 
 
-class Submission:
-    """What a caller gave, on its way to the core, and the mailbox that its stream reads."""
-
-    def __init__(self, prompt: Prompt | None, messages: Messages | None, request_id: str) -> None:
-        self.prompt = prompt
-        self.messages = messages
-        self.request_id = request_id
-        self.params = SamplingParams()
-        self.mailbox = Mailbox(None)
-        self.priority = 0
-        self.arrival_s = time.monotonic()
-        self.queue_deadline_s = 0.0
-        self.deadline_s = 0.0
-        self._request: Request | None = None  # the core's, once it is there
-        self._is_aborted = False
-
-    # In the core:
-
-    def submit(self, request: Request, core: EngineCore) -> None:
-        """Hand `request` over, unless this has been aborted on its way."""
-        self.prompt = self.messages = None
-        if not self._is_aborted:
-            self._request = request
-            core.submit(request)
-
-    def abort(self, core: EngineCore) -> None:
-        if self._request is not None:
-            core.abort(self._request)
-        elif not self._is_aborted:
-            self._is_aborted = True
-            core.end_unsubmitted(self.mailbox, self.params.n)
-
-    def resume(self, core: EngineCore) -> None:
-        if self._request is not None:
-            core.resume(self._request)
-
-
 class Intake:
-    """Makes requests for one loaded model."""
+    """Makes requests for one loaded model, and hands them to its core."""
 
     def __init__(
         self,
         limits: ModelLimits,
         text: TextPipeline | None,
         executor: ThreadPoolExecutor,
-        hand_over: Callable[[Submission, Request], None],
+        core: EngineCore,
+        post: Callable[[Callable[[Any], None], Any], None],
     ) -> None:
-        """`hand_over` takes a complete request, in the caller's thread or in the encoder's."""
+        """`post(action, argument)` runs an action in the core, in the order of the calls, from any thread."""
         self._limits = limits
         self._text = text
         self._executor = executor
-        self._hand_over = hand_over
+        self._core = core
+        self._post = post
 
     def take(
         self,
-        submission: Submission,
+        mailbox: Mailbox,
+        request_id: str,
+        prompt: Prompt | None,
+        messages: Messages | None,
         params: SamplingParams | None,
         *,
         priority: int,
         queue_timeout_s: float | None,
         timeout_s: float | None,
-    ) -> None:
-        """Check, encode, hand over. Raises `InvalidRequest`; what is found later closes the mailbox with it."""
-        check_request_id(submission.request_id)
-        submission.params = check_params(params, self._limits)
-        submission.mailbox.num_unfinished = submission.params.n
-        submission.priority = check_priority(priority)
-        submission.queue_deadline_s = submission.arrival_s + check_timeout("queue_timeout_s", queue_timeout_s)
-        submission.deadline_s = submission.arrival_s + check_timeout("timeout_s", timeout_s)
-        if (submission.prompt is None) == (submission.messages is None):
+    ) -> Request:
+        """Check and submit. Raises `InvalidRequest`; what is found later closes the mailbox with it."""
+        check_request_id(request_id)
+        params = check_params(params, self._limits)
+        now = time.monotonic()
+        options: Any = {
+            "priority": check_priority(priority),
+            "arrival_s": now,
+            "queue_deadline_s": now + check_timeout("queue_timeout_s", queue_timeout_s),
+            "deadline_s": now + check_timeout("timeout_s", timeout_s),
+            "user": mailbox,
+        }
+        if (prompt is None) == (messages is None):
             raise InvalidRequest("prompt", "give a prompt or messages, and not both")
-        num_characters = _num_characters(submission)
-        if num_characters <= INLINE_CHARACTERS:
-            self._complete(submission, self._encode(submission))
-        else:
-            self._check_characters(num_characters)
-            encoding = self._executor.submit(self._encode, submission)
-            encoding.add_done_callback(partial(self._on_encoded, submission))
+        mailbox.num_unfinished = params.n
+        if _is_quick(prompt, messages):
+            return self._submit(request_id, prompt, messages, params, options)
+        expected = min(_num_characters(prompt, messages) // CHARACTERS_PER_TOKEN, self._limits.max_length)
+        request = Request.unencoded(request_id, params.n, expected, **options)
+        self._post(self._core.submit, request)
+        self._executor.submit(self._encode_later, request, prompt, messages, params)
+        return request
 
-    def _encode(self, submission: Submission) -> array[int]:
-        prompt, messages = submission.prompt, submission.messages
+    def _submit(
+        self, request_id: str, prompt: Prompt | None, messages: Messages | None, params: SamplingParams, options: Any
+    ) -> Request:
+        ids = self._encode(prompt, messages)
+        admitted = admit(params, len(ids), self._limits)
+        ends: Any = {"max_length": admitted.max_length, "stop_ids": admitted.stop_ids}
+        request = Request(request_id, ids, admitted.sampling, **ends, **options)
+        self._attach_text(request, params, ids, admitted)
+        self._post(self._core.submit, request)
+        return request
+
+    def _encode_later(
+        self, request: Request, prompt: Prompt | None, messages: Messages | None, params: SamplingParams
+    ) -> None:
+        """In the encoder's thread. What goes wrong here is the request's, and told to its reader."""
+        if request.num_unfinished == 0 or request.user.is_closed:
+            return  # ended meanwhile
+        try:
+            ids = self._encode(prompt, messages)
+            admitted = admit(params, len(ids), self._limits)
+            self._attach_text(request, params, ids, admitted)
+        except DeepInferError as error:
+            self._post_late(self._core.refuse, (request, error))
+        except Exception as error:
+            failure = EngineError(f"the prompt could not be encoded: {type(error).__name__}: {error}")
+            self._post_late(self._core.refuse, (request, failure))
+        else:
+            self._post_late(self._core.encode, (request, ids, admitted))
+
+    def _post_late(self, action: Callable[[Any], None], argument: Any) -> None:
+        try:
+            self._post(action, argument)
+        except EngineClosed:
+            pass  # which has ended the request
+
+    def _attach_text(self, request: Request, params: SamplingParams, prompt: array[int], admitted: Admitted) -> None:
+        """What turns the tokens of each sample into text."""
+        request.user.num_prompt_tokens = len(prompt)
+        if self._text is not None:
+            for seq in request.samples:
+                seq.user = self._text.output(params, prompt, admitted.stop_strings)
+
+    def _encode(self, prompt: Prompt | None, messages: Messages | None) -> array[int]:
         if messages is None and not isinstance(prompt, str):
             return check_token_ids(prompt, self._limits)
         if self._text is None:
             raise InvalidRequest("prompt", "this engine has no tokenizer: give token ids")
         if messages is not None:
-            return check_token_ids(self._text.encode_messages(messages), self._limits)
-        assert isinstance(prompt, str)
-        return check_token_ids(self._text.encode(prompt), self._limits)
-
-    def _check_characters(self, num_characters: int) -> None:
-        """Text that cannot fit, however it is encoded, is not encoded."""
-        if self._text is not None:
-            limit = self._limits.max_length * self._text.max_token_characters
-            if num_characters > limit:
-                raise InvalidRequest("prompt", f"{num_characters} characters, at most {limit} can fit the context")
-
-    def _on_encoded(self, submission: Submission, encoding: Future[array[int]]) -> None:
-        """In the encoder's thread."""
-        try:
-            self._complete(submission, encoding.result())
-        except Exception as error:  # also one of the tokenizer's own: the reader must hear of it
-            submission.mailbox.close_threadsafe(error)
-
-    def _complete(self, submission: Submission, prompt: array[int]) -> None:
-        admitted = admit(submission.params, len(prompt), self._limits)
-        submission.mailbox.num_prompt_tokens = len(prompt)
-        request = Request(
-            submission.request_id,
-            prompt,
-            admitted.sampling,
-            max_length=admitted.max_length,
-            stop_ids=admitted.stop_ids,
-            priority=submission.priority,
-            arrival_s=submission.arrival_s,
-            queue_deadline_s=submission.queue_deadline_s,
-            deadline_s=submission.deadline_s,
-            user=submission.mailbox,
-        )
-        if self._text is not None:
-            for seq in request.samples:
-                seq.user = self._text.output(submission.params, prompt, admitted.stop_strings)
-        self._hand_over(submission, request)
+            text = self._text.render(messages)
+        else:
+            assert isinstance(prompt, str)
+            text = prompt
+        limit = self._limits.max_length * self._text.max_token_characters
+        if len(text) > limit:  # it cannot fit, however it is encoded
+            raise InvalidRequest("prompt", f"{len(text)} characters, at most {limit} can fit the context")
+        return check_token_ids(self._text.encode(text, add_special_tokens=messages is None), self._limits)
 
 
-def _num_characters(submission: Submission) -> int:
-    """Text to encode. Token ids count as none: checking them is quick."""
-    if isinstance(submission.prompt, str):
-        return len(submission.prompt)
-    if isinstance(submission.messages, Sequence):
-        return sum(len(str(m.get("content", ""))) if isinstance(m, Mapping) else 0 for m in submission.messages)
+def _is_quick(prompt: Prompt | None, messages: Messages | None) -> bool:
+    """Checking and encoding it keeps the loop for no more than a few milliseconds."""
+    if messages is None:
+        return not isinstance(prompt, str) or len(prompt) <= INLINE_CHARACTERS
+    if not isinstance(messages, (list, tuple)) or len(messages) > INLINE_STRINGS:
+        return False
+    if not all(isinstance(message, dict) for message in messages):
+        return False
+    strings = [text for message in messages for text in message.values()]
+    if len(strings) > INLINE_STRINGS or not all(isinstance(text, str) for text in strings):
+        return False
+    return sum(map(len, strings)) <= INLINE_CHARACTERS
+
+
+def _num_characters(prompt: Prompt | None, messages: Messages | None) -> int:
+    """A guess at the length of the text that is to be encoded."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    if isinstance(messages, (list, tuple)):
+        contents = [message.get("content") for message in messages[:INLINE_STRINGS] if isinstance(message, dict)]
+        return sum(len(content) for content in contents if isinstance(content, str))
     return 0

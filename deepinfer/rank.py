@@ -232,6 +232,8 @@ class Rank:
     def _take_slot(self, seq: Sequence, num_cached: int) -> None:
         slot = self._free_slots.pop()
         self._generations[slot] += 1
+        if seq.tokens is seq.request.prompt:
+            seq.tokens = seq.tokens[:]  # grows from here on
         seq.rank, seq.slot, seq.generation = self.index, slot, self._generations[slot]
         seq.num_published = num_cached
         seq.num_planned = num_cached * self.shape.block_size

@@ -18,6 +18,8 @@ FinishReason = Literal["stop", "length", "abort", "queue_timeout", "timeout", "s
 class State(Enum):
     """Where a sequence stands."""
 
+    ENCODING = "encoding"
+    """The first sample, while the text of its prompt is turned into tokens."""
     HELD = "held"
     """A further sample: waits for the prompt of the first one to be computed."""
     WAITING = "waiting"
@@ -31,6 +33,7 @@ class State(Enum):
 
 
 TRANSITIONS: Final = {
+    State.ENCODING: {State.WAITING, State.FINISHED},
     State.HELD: {State.WAITING, State.FINISHED},
     State.WAITING: {State.PREFILL, State.FINISHED},
     State.PREFILL: {State.DECODE, State.PREEMPTING, State.FINISHED},
@@ -51,6 +54,7 @@ class Request:
         "max_length",
         "num_cached_tokens",
         "num_preemptions",
+        "num_queued_tokens",
         "num_unfinished",
         "order",
         "priority",
@@ -96,8 +100,30 @@ class Request:
         self.slow_since_s = inf  # the deadline that its pause has set
         self.num_cached_tokens = 0  # of the first sample's first admission
         self.num_preemptions = 0
+        self.num_queued_tokens = len(prompt)  # its share of what waits
         self.num_unfinished = len(sampling)
         self.samples = [Sequence(self, index) for index in range(len(sampling))]
+
+    @classmethod
+    def unencoded(cls, request_id: str, num_samples: int, num_expected_tokens: int, **options: Any) -> Request:
+        """A request whose prompt is still text. It has its place, its deadlines and its share of the load already."""
+        unknown = [SlotSampling()] * num_samples
+        request = cls(request_id, array("i"), unknown, max_length=0, stop_ids=frozenset(), **options)
+        request.num_queued_tokens = num_expected_tokens
+        request.samples[0].state = State.ENCODING
+        return request
+
+    def encode(
+        self, prompt: array[int], sampling: list[SlotSampling], *, max_length: int, stop_ids: frozenset[int]
+    ) -> None:
+        """The text has become `prompt`; the rest as in the constructor."""
+        self.prompt = prompt
+        self.sampling = sampling
+        self.max_length = max_length
+        self.stop_ids = stop_ids
+        self.num_queued_tokens = len(prompt)
+        for seq in self.samples:
+            seq.take_prompt()
 
 
 class Sequence:
@@ -131,11 +157,7 @@ class Sequence:
         self.request = request
         self.sample_index = sample_index
         self.state = State.WAITING if sample_index == 0 else State.HELD
-        self.tokens = request.prompt[:]  # grows by what is applied
-        self.num_prompt = len(request.prompt)
-        self.max_length = request.max_length  # a copy of the request's: read for every row of every step
-        self.stop_ids = request.stop_ids
-        self.min_length = request.sampling[sample_index].min_length
+        self.take_prompt()
         self.num_planned = 0  # positions that steps sent so far compute
         self.num_published = 0  # blocks that others can adopt
         self.last_step = -1  # last step sent that names it
@@ -149,6 +171,15 @@ class Sequence:
         self.held_block_ids: list[int] = []  # prompt blocks kept for a sample that still waits
         self.finish_reason: FinishReason | None = None
         self.user: Any = None
+
+    def take_prompt(self) -> None:
+        """Copies of what the request says of its prompt: they are read for every row of every step."""
+        request = self.request
+        self.tokens = request.prompt  # the request's own, until there is a slot
+        self.num_prompt = len(request.prompt)
+        self.max_length = request.max_length
+        self.stop_ids = request.stop_ids
+        self.min_length = request.sampling[self.sample_index].min_length
 
     @property
     def num_output(self) -> int:

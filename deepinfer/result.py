@@ -25,6 +25,8 @@ class Completion(Struct):
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens that a prefix hit spared."""
+    num_preemptions: int = 0
+    """How often its samples gave way to others and were computed again."""
 
     @property
     def text(self) -> str:

@@ -8,28 +8,27 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as Sequence_
-from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from msgspec import Struct
 
+from deepinfer.admission import Admitted
+from deepinfer.deadlines import Deadlines
 from deepinfer.errors import DuplicateRequestId, Overloaded, WorkerLost
 from deepinfer.rank import CacheShape, Rank, RankStep
 from deepinfer.request import FinishReason, Request, Sequence, State
+from deepinfer.waiting import WaitingQueue
 from deepinfer_protocol import StepResult, split_columns, unpack_float32, unpack_int32
-
-_SLACK: Final = 64
-"""Entries of a heap that may be over before they are looked for; an ended request is kept alive no longer."""
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True):
     """Limits and habits of one scheduler."""
 
-    max_batch_tokens: int = 2048
+    max_batch_tokens: int
     """Positions a step may compute on each rank."""
-    prefill_chunk: int = 512
+    prefill_chunk: int
     """Positions of one prompt a step may compute."""
     prefix_cache: bool = True
     max_queued_requests: int = 4096
@@ -64,6 +63,7 @@ class SchedulerStats(NamedTuple):
     num_preempted: int  # ever
     num_queued_tokens: int
     num_blocks_used: int
+    num_blocks_cached: int  # of no owner, still to be adopted by their hash
     num_blocks: int
 
 
@@ -79,12 +79,10 @@ class Scheduler:
             for index, shape in enumerate(shapes)
         ]
         self.requests: dict[str, Request] = {}
-        self._waiting: list[tuple[tuple[float, int], int, Sequence]] = []
-        self._set_aside: dict[Sequence, None] = {}  # would wait, but their reader is too slow
-        self._deadlines: list[tuple[float, int, Request, FinishReason]] = []
+        self._queue = WaitingQueue()
+        self._deadlines = Deadlines()
         self._serial = count()
         self._step_ids = count()
-        self._num_waiting = 0  # samples
         self._num_queued = 0  # requests that have not started
         self._num_queued_tokens = 0
         self._num_preempted = 0
@@ -97,15 +95,28 @@ class Scheduler:
         """Queue a request. Raises `DuplicateRequestId` or `Overloaded`, and then nothing has changed."""
         if request.request_id in self.requests:
             raise DuplicateRequestId("request_id", f"{request.request_id!r} is the id of an open request")
-        self._check_load(len(request.prompt))
+        self._check_load(request.num_queued_tokens)
         serial = next(self._serial)
         request.order = (request.arrival_s + request.priority * self.config.ageing_s, serial)
         self.requests[request.request_id] = request
         self._num_queued += 1
-        self._num_queued_tokens += len(request.prompt)
-        self._push_waiting(request.samples[0])
+        self._num_queued_tokens += request.num_queued_tokens
+        if request.samples[0].state is State.WAITING:
+            self._queue.push(request.samples[0])
         self.add_deadline(request.queue_deadline_s, request, "queue_timeout")
         self.add_deadline(request.deadline_s, request, "timeout")
+
+    def encode(self, request: Request, prompt: array[int], admitted: Admitted) -> None:
+        """The text of an open request has become tokens: it waits like any other."""
+        self._num_queued_tokens -= request.num_queued_tokens
+        request.encode(prompt, admitted.sampling, max_length=admitted.max_length, stop_ids=admitted.stop_ids)
+        self._num_queued_tokens += request.num_queued_tokens
+        request.samples[0].move(State.WAITING)
+        self._queue.push(request.samples[0])
+
+    def _leave_queue(self, request: Request) -> None:
+        self._num_queued -= 1
+        self._num_queued_tokens -= request.num_queued_tokens
 
     def _check_load(self, num_tokens: int) -> None:
         config = self.config
@@ -133,15 +144,13 @@ class Scheduler:
             rank.leave(seq, State.FINISHED)
         else:
             if seq.state is State.WAITING:
-                self._num_waiting -= 1
-                self._set_aside.pop(seq, None)
+                self._queue.discard(seq)
                 rank.drop_held(seq)
             seq.move(State.FINISHED)
         seq.finish_reason = reason
         request = seq.request
         if request.started_s is None and seq.sample_index == 0:
-            self._num_queued -= 1
-            self._num_queued_tokens -= len(request.prompt)
+            self._leave_queue(request)
         request.num_unfinished -= 1
         if request.num_unfinished == 0:
             del self.requests[request.request_id]
@@ -180,40 +189,24 @@ class Scheduler:
             if seq in parked:
                 del parked[seq]
                 self.ranks[seq.rank].decode[seq] = None
-            elif seq in self._set_aside:
-                del self._set_aside[seq]
-                heappush(self._waiting, (request.order, seq.sample_index, seq))
+        self._queue.resume(request)
 
     # ---- deadlines
 
     def add_deadline(self, when_s: float, request: Request, reason: FinishReason) -> None:
-        if when_s < inf:
-            heappush(self._deadlines, (when_s, next(self._serial), request, reason))
-            if len(self._deadlines) > 4 * len(self.requests) + _SLACK:  # three of a request live at once
-                self._deadlines = [deadline for deadline in self._deadlines if self._is_live(deadline)]
-                heapify(self._deadlines)
+        self._deadlines.add(when_s, request, reason)
 
     def next_deadline(self) -> float:
         """When `expire` should be called; `inf`: no need."""
-        while self._deadlines and not self._is_live(self._deadlines[0]):
-            heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else inf
+        return self._deadlines.next()
 
     def expire(self, now: float) -> list[Emission]:
         """End the requests whose deadline is over."""
-        emissions: list[Emission] = []
-        while self.next_deadline() <= now:
-            _, _, request, reason = heappop(self._deadlines)
-            emissions += self.finish_request(request, reason, now)
-        return emissions
-
-    def _is_live(self, deadline: tuple[float, int, Request, FinishReason]) -> bool:
-        when_s, _, request, reason = deadline
-        if request.num_unfinished == 0:
-            return False
-        if reason == "queue_timeout":
-            return request.started_s is None
-        return reason != "slow_consumer" or request.slow_since_s == when_s
+        return [
+            emission
+            for request, reason in self._deadlines.expire(now)
+            for emission in self.finish_request(request, reason, now)
+        ]
 
     # ---- steps
 
@@ -274,20 +267,10 @@ class Scheduler:
 
     # ---- the queue
 
-    def _push_waiting(self, seq: Sequence) -> None:
-        self._num_waiting += 1
-        if seq.request.is_paused:
-            self._set_aside[seq] = None  # not ahead of the one that it has just made way for
-            return
-        heappush(self._waiting, (seq.request.order, seq.sample_index, seq))
-        if len(self._waiting) > 2 * self._num_waiting + _SLACK:
-            self._waiting = [entry for entry in self._waiting if entry[2].state is State.WAITING]
-            heapify(self._waiting)
-
     def _requeue(self, seq: Sequence) -> None:
         """Its preemption is complete."""
         self._num_preempted += 1
-        self._push_waiting(seq)
+        self._queue.push(seq)
 
     def _release_samples(self, first: Sequence) -> None:
         """The prompt is computed, or never will be: the further samples may start."""
@@ -295,31 +278,19 @@ class Scheduler:
         if others:
             for seq in others:
                 seq.move(State.WAITING)
-                self._push_waiting(seq)
+                self._queue.push(seq)
             if first.has_slot:
                 self.ranks[first.rank].hold_prompt(first, others)
 
-    def _next_waiting(self) -> Sequence | None:
-        while self._waiting:
-            seq = self._waiting[0][2]
-            if seq.state is State.WAITING and not seq.request.is_paused:
-                return seq
-            heappop(self._waiting)
-            if seq.state is State.WAITING:
-                self._set_aside[seq] = None
-        return None
-
     def _admit(self, step_id: int, now: float) -> None:
         """Give slots to those who wait, in order, while slots, blocks and positions last."""
-        while (seq := self._next_waiting()) is not None and self._admit_one(seq):
-            heappop(self._waiting)
-            self._num_waiting -= 1
+        while (seq := self._queue.head()) is not None and self._admit_one(seq):
+            self._queue.pop()
             request = seq.request
             if request.started_s is None:
                 request.started_s = now
                 request.num_cached_tokens = seq.num_planned
-                self._num_queued -= 1
-                self._num_queued_tokens -= len(request.prompt)
+                self._leave_queue(request)
             self.ranks[seq.rank].plan_chunk(seq, step_id, self.config.prefill_chunk)
 
     def _admit_one(self, seq: Sequence) -> bool:
@@ -373,11 +344,12 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
-            num_waiting=self._num_waiting,
+            num_waiting=self._queue.num_waiting,
             num_running=sum(rank.num_running for rank in self.ranks),
             num_preempted=self._num_preempted,
             num_queued_tokens=self._num_queued_tokens,
             num_blocks_used=sum(rank.pool.num_used for rank in self.ranks),
+            num_blocks_cached=sum(rank.pool.num_cached for rank in self.ranks),
             num_blocks=sum(rank.pool.num_blocks for rank in self.ranks),
         )
 
@@ -387,15 +359,12 @@ class Scheduler:
             rank.check_integrity()
         unfinished = [seq for request in self.requests.values() for seq in request.samples]
         waiting = [seq for seq in unfinished if seq.state is State.WAITING]
-        assert len(waiting) == self._num_waiting, f"{len(waiting)} wait, {self._num_waiting} are counted"
-        queued = {id(entry[2]) for entry in self._waiting}
-        queued |= {id(seq) for seq in self._set_aside}
-        assert all(id(seq) in queued for seq in waiting), "a waiting sample is not in the queue"
+        self._queue.check_integrity(waiting)
         with_slot = [seq for seq in unfinished if seq.has_slot]
         assert len(with_slot) == sum(rank.num_running for rank in self.ranks)
         unstarted = [request for request in self.requests.values() if request.started_s is None]
         assert len(unstarted) == self._num_queued
-        assert sum(len(request.prompt) for request in unstarted) == self._num_queued_tokens
+        assert sum(request.num_queued_tokens for request in unstarted) == self._num_queued_tokens
         for request in self.requests.values():
             assert request.num_unfinished == sum(seq.state is not State.FINISHED for seq in request.samples) > 0
 

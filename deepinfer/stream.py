@@ -75,6 +75,7 @@ class Mailbox:
         "is_paused",
         "loop",
         "num_cached_tokens",
+        "num_preemptions",
         "num_prompt_tokens",
         "num_pushed",
         "num_taken",
@@ -87,6 +88,7 @@ class Mailbox:
         self.num_unfinished = num_samples
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
+        self.num_preemptions = 0
         self.num_pushed = 0
         self.num_taken = 0
         self.is_paused = False
@@ -117,14 +119,6 @@ class Mailbox:
             self.error = error
             if self.waiter is not None and not self.waiter.done():
                 self.waiter.set_result(None)
-
-    def close_threadsafe(self, error: Exception) -> None:
-        """`close`, from any thread; nothing if the reader's loop is over."""
-        assert self.loop is not None
-        try:
-            self.loop.call_soon_threadsafe(self.close, error)
-        except RuntimeError:
-            pass
 
     def take(self) -> TokenChunk | None:
         """Everything that waits for the sample whose piece is oldest, as one chunk."""
@@ -199,7 +193,7 @@ class TokenStream:
                 return chunk
             if mailbox.is_closed:
                 if mailbox.error is not None:
-                    raise mailbox.error
+                    raise mailbox.error.with_traceback(None)
                 raise StopAsyncIteration
             if mailbox.waiter is not None and not mailbox.waiter.done():
                 raise RuntimeError("this stream is being read already")
@@ -232,6 +226,11 @@ class TokenStream:
     @property
     def num_prompt_tokens(self) -> int:
         return self._mailbox.num_prompt_tokens
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often its samples gave way to others and were computed again; known at the end."""
+        return self._mailbox.num_preemptions
 
     @property
     def num_cached_tokens(self) -> int:

@@ -33,12 +33,12 @@ class TextPipeline:
         ids = range(self.tokenizer.vocab_size)
         self.max_token_characters = max((len(self.tokenizer.token(token_id) or "") for token_id in ids), default=1)
 
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=True)
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The model's own chat format, ready for an answer. Raises `InvalidRequest`."""
-        return self.tokenizer.encode(self._template.render(messages), add_special_tokens=False)
+        return self._template.render(messages)
 
     def output(self, params: SamplingParams, prompt: array[int], stops: Sequence[str]) -> OutputText | None:
         """What turns one sample's tokens into text; `None` when nobody asked for text."""

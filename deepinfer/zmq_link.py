@@ -65,13 +65,13 @@ class ZmqWorkerLink:
         """Deliver what has arrived."""
         self._read()
 
-    def close(self, linger_ms: int = 0) -> None:
-        """Nothing is delivered from here on; what was sent has `linger_ms` to leave."""
+    def close(self) -> None:
+        """Nothing is delivered from here on."""
         if not self._socket.closed:
             self._listener = None
             if not self._loop.is_closed():
                 self._loop.remove_reader(self._fd)
-            self._socket.close(linger=linger_ms)
+            self._socket.close(linger=0)
             self._finalizer()
 
     def _check_events(self) -> None:

@@ -248,7 +248,7 @@ async def check_nothing_held(engine: Engine) -> None:
     assert (stats.num_waiting, stats.num_running, stats.num_queued_tokens) == (0, 0, 0)
     assert stats.num_blocks_used == 0
     assert not scheduler.requests
-    assert not scheduler._waiting and not scheduler._set_aside and not scheduler._deadlines
+    assert not scheduler._queue.num_entries and not len(scheduler._deadlines)
     assert all(rank.num_free_slots == rank.shape.num_slots and not rank.held for rank in scheduler.ranks)
 
 

@@ -15,6 +15,7 @@ import pytest
 from deepinfer import (
     Engine,
     EngineClosed,
+    EngineError,
     ForkedEngine,
     InvalidRequest,
     SamplingParams,
@@ -119,11 +120,11 @@ async def test_text_that_is_still_being_encoded_at_the_close_ends_with_it(own_th
 async def test_an_error_of_the_tokenizer_reaches_the_reader(word_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with Engine("fake", tokenizer=word_model, **FAKE) as engine:
 
-        def fail(text: str) -> list[int]:
+        def fail(text: str, *, add_special_tokens: bool) -> list[int]:
             raise ArithmeticError("a bug in the tokenizer")
 
         monkeypatch.setattr(engine._text, "encode", fail)
-        with pytest.raises(ArithmeticError, match="a bug in the tokenizer"):
+        with pytest.raises(EngineError, match="ArithmeticError: a bug in the tokenizer"):
             await engine.generate("word " * 300)
 
 

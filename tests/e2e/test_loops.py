@@ -130,3 +130,28 @@ async def test_an_engine_lives_on_a_loop_in_a_thread_that_is_not_the_main_one() 
             return await tokens_of(engine.stream(PROMPT, greedy(20)))
 
     assert await in_a_thread(use) == wanted(20)
+
+
+def test_an_engine_is_closed_on_another_loop_once_its_own_is_over() -> None:
+    engine = asyncio.run(Engine.start("fake"))
+    assert len(engine.worker_pids) == 1
+    asyncio.run(engine.aclose())
+    assert engine.worker_pids == []
+
+
+async def test_an_engine_is_not_closed_on_another_loop_while_its_own_lives(engine: Engine) -> None:
+    with pytest.raises(WrongLoop, match="close it there"):
+        await asyncio.get_running_loop().run_in_executor(None, lambda: asyncio.run(engine.aclose()))
+
+
+async def test_an_error_in_the_progress_report_does_not_stop_the_start() -> None:
+    heard: list[BaseException] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(context["exception"]))
+
+    def report(text: str) -> None:
+        raise ArithmeticError(text)
+
+    async with asyncio.timeout(20):
+        engine = await Engine.start("fake", on_progress=report)
+        await engine.aclose()
+    assert heard and all(isinstance(error, ArithmeticError) for error in heard)

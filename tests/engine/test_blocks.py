@@ -69,12 +69,6 @@ class PoolMachine(RuleBasedStateMachine):
         if block not in self.content and key not in self.content.values():
             self.content[block] = key
 
-    @rule()
-    def forget_all(self) -> None:
-        self.pool.forget_all()
-        self.content.clear()
-        self.idle.clear()
-
     @invariant()
     def agrees(self) -> None:
         self.pool.check_integrity(self.owned)

@@ -7,9 +7,11 @@ from array import array
 
 import pytest
 
+from deepinfer.admission import Admitted
 from deepinfer.prefix import chain_root, extend_chain
 from deepinfer.request import TRANSITIONS, Request, Sequence, State
 from deepinfer_protocol import SlotSampling
+from doubles.bench import Bench
 
 
 def request(prompt: list[int], n: int = 1) -> Request:
@@ -44,11 +46,37 @@ def test_further_samples_wait_for_the_prompt_of_the_first() -> None:
     assert [seq.state for seq in samples] == [State.WAITING, State.HELD, State.HELD]
 
 
-def test_samples_share_no_tokens_with_each_other_or_the_prompt() -> None:
-    whole = request([1, 2, 3], n=2)
-    whole.samples[0].tokens.append(9)
-    assert list(whole.prompt) == list(whole.samples[1].tokens) == [1, 2, 3]
-    assert [seq.num_output for seq in whole.samples] == [1, 0]
+def test_samples_share_the_prompt_until_they_have_a_slot_and_leave_it_alone() -> None:
+    bench = Bench()
+    whole = bench.add([1, 2, 3], n=2)
+    assert all(sample.tokens is whole.prompt for sample in whole.samples)
+    bench.run()
+    assert list(whole.prompt) == [1, 2, 3]
+    assert [len(sample.tokens) for sample in whole.samples] == [7, 7]
+
+
+def test_a_request_of_text_waits_once_it_is_encoded() -> None:
+    bench = Bench()
+    late = Request.unencoded("late", 2, 100, arrival_s=0.0)
+    bench.scheduler.add(late, 0.0)
+    bench.scheduler.check_integrity()
+    assert late.samples[0].state is State.ENCODING and bench.scheduler.stats().num_queued_tokens == 100
+    assert bench.scheduler.schedule(0.0) is None
+    prompt = array("i", [4, 5])
+    admitted = Admitted(max_length=5, sampling=[SlotSampling()] * 2, stop_ids=frozenset(), stop_strings=())
+    bench.scheduler.encode(late, prompt, admitted)
+    bench.requests.append(late)
+    assert bench.scheduler.stats().num_queued_tokens == 2
+    bench.run()
+
+
+def test_a_request_of_text_can_end_before_it_is_encoded() -> None:
+    bench = Bench()
+    late = Request.unencoded("late", 1, 100, arrival_s=0.0, deadline_s=1.0)
+    bench.scheduler.add(late, 0.0)
+    assert [(seq, reason) for seq, _, reason, _ in bench.scheduler.expire(1.0)] == [(late.samples[0], "timeout")]
+    bench.scheduler.check_integrity()
+    assert bench.scheduler.stats().num_queued_tokens == 0 and not bench.scheduler.requests
 
 
 @pytest.mark.parametrize("state", State)

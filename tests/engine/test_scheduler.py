@@ -256,7 +256,7 @@ def test_what_has_ended_is_not_kept_for_a_late_deadline_or_a_place_in_the_queue(
         ended = bench.add([3], 1, deadline_s=2e6)
         bench.scheduler.finish_request(ended, "abort", bench.now)
     assert len(bench.scheduler._deadlines) < 200
-    assert len(bench.scheduler._waiting) < 200
+    assert bench.scheduler._queue.num_entries < 200
     bench.scheduler.check_integrity()
 
 
@@ -293,7 +293,7 @@ def miscount_the_queue(scheduler: Scheduler) -> None:
 
 
 def miscount_the_waiting(scheduler: Scheduler) -> None:
-    scheduler._num_waiting -= 1
+    scheduler._queue.num_waiting -= 1
 
 
 def forget_a_capacity(scheduler: Scheduler) -> None:
