@@ -14,7 +14,6 @@ import asyncio
 import json
 import os
 import platform
-import sys
 import time
 import timeit
 from collections.abc import Sequence
@@ -125,8 +124,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--step-ms", type=float, default=1e3 * STEP_S)
     parser.add_argument("--loop", choices=("uvloop", "asyncio"), default="uvloop")
     parser.add_argument("--tokenizer", default="smollm2-135m")
-    result = run(parser.parse_args(argv))
-    if "--json" in (argv or sys.argv):
+    arguments = parser.parse_args(argv)
+    result = run(arguments)
+    if arguments.json:
         print(json.dumps(result))
     else:
         for key, value in result.items():

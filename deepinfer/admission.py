@@ -25,6 +25,8 @@ MAX_PRIORITY: Final = 1_000_000
 MAX_TEMPERATURE: Final = 100.0
 MAX_TIMEOUT_S: Final = 1e9
 SEED_BITS: Final = 63
+MAX_SHOWN: Final = 40
+MAX_SHOWN_BITS: Final = 128  # 39 digits
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _SAMPLE_STRIDE: Final = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the samples of one seed
 
@@ -77,7 +79,7 @@ def check_params(params: Any, limits: ModelLimits) -> SamplingParams:
         _check_int("seq_seed", params.seq_seed, 0, 2**SEED_BITS - 1)
     for field in ("ignore_eos", "skip_special_tokens", "detokenize"):
         if not isinstance(getattr(params, field), bool):
-            raise InvalidRequest(field, f"{getattr(params, field)!r}, True or False is expected")
+            raise InvalidRequest(field, f"{_shown(getattr(params, field))}, True or False is expected")
     _check_stop_ids(params.stop_token_ids, limits.vocab_size)
     _check_stop_strings(params, limits)
     return params
@@ -131,7 +133,7 @@ def admit(params: SamplingParams, num_prompt: int, limits: ModelLimits) -> Admit
 def check_request_id(request_id: Any) -> str:
     if not isinstance(request_id, str) or not _REQUEST_ID.fullmatch(request_id):
         raise InvalidRequest(
-            "request_id", f"{str(request_id)[:40]!r}, 1 to 128 characters of A-Z a-z 0-9 _ . : - are expected"
+            "request_id", f"{_shown(request_id)}, 1 to 128 characters of A-Z a-z 0-9 _ . : - are expected"
         )
     return request_id
 
@@ -151,12 +153,26 @@ def check_timeout(field: str, timeout_s: Any) -> float:
 
 def _check_int(field: str, value: Any, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise InvalidRequest(field, f"{value!r:.40}, an integer of {low} to {high} is expected")
+        raise InvalidRequest(field, f"{_shown(value)}, an integer of {low} to {high} is expected")
 
 
 def _check_float(field: str, value: Any, low: float, high: float) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
-        raise InvalidRequest(field, f"{value!r:.40}, a number of {low} to {high} is expected")
+        raise InvalidRequest(field, f"{_shown(value)}, a number of {low} to {high} is expected")
+
+
+def _shown(value: Any) -> str:
+    """What came, in at most `MAX_SHOWN` characters: a constant cost, and no code of the value's own class."""
+    if value is None or isinstance(value, bool):
+        return repr(value)
+    if isinstance(value, int):
+        bits = int.bit_length(value)
+        return int.__repr__(value) if bits <= MAX_SHOWN_BITS else f"an integer of {bits} bits"
+    if isinstance(value, float):
+        return float.__repr__(value)
+    if type(value) is str or type(value) is bytes:
+        return repr(value[:MAX_SHOWN])[:MAX_SHOWN]
+    return f"a {type(value).__name__}"[:MAX_SHOWN]
 
 
 def _check_stop_ids(stop_ids: Any, vocab_size: int) -> None:
@@ -177,7 +193,9 @@ def _check_stop_strings(params: SamplingParams, limits: ModelLimits) -> None:
         raise InvalidRequest("stop", f"{len(stops)} strings, at most {MAX_STOP_STRINGS} are expected")
     for stop in stops:
         if not isinstance(stop, str) or not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
-            raise InvalidRequest("stop", f"{stop!r:.40}, a string of 1 to {MAX_STOP_CHARACTERS} characters is expected")
+            raise InvalidRequest(
+                "stop", f"{_shown(stop)}, a string of 1 to {MAX_STOP_CHARACTERS} characters is expected"
+            )
     if stops and not (params.detokenize and limits.has_tokenizer):
         raise InvalidRequest("stop", "stop strings need text: a tokenizer, and detokenize=True")
 

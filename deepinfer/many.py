@@ -6,7 +6,8 @@ Knows only the engine's public face.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -29,6 +30,8 @@ async def generate_many(
     options: dict[str, Any],
 ) -> list[Completion]:
     """See `Engine.generate_many`."""
+    if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
+        raise InvalidRequest("prompts", f"a {type(prompts).__name__} came, a list of prompts is expected")
     each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
     if len(each) != len(prompts):
         raise InvalidRequest("params", f"{len(each)} came for {len(prompts)} prompts")
@@ -55,9 +58,9 @@ def _num_at_once(engine: Engine) -> int:
 async def _generate_one(
     engine: Engine, prompt: Any, params: SamplingParams | None, options: dict[str, Any]
 ) -> Completion:
-    if isinstance(prompt, str) or not prompt or not isinstance(prompt[0], dict):
-        return await engine.generate(prompt, params, **options)
-    return await engine.generate(None, params, messages=prompt, **options)
+    if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], Mapping):
+        return await engine.generate(None, params, messages=prompt, **options)
+    return await engine.generate(prompt, params, **options)
 
 
 async def _run_all(works: list[Any]) -> None:
@@ -78,6 +81,7 @@ class _Bar:
 
     def __init__(self, total: int, is_shown: bool) -> None:
         console = Console(stderr=True)
+        is_watched = console.is_jupyter or (sys.stderr is not None and sys.stderr.isatty())
         self._progress = Progress(
             TextColumn("generating"),
             BarColumn(),
@@ -85,7 +89,9 @@ class _Bar:
             TimeElapsedColumn(),
             TextColumn("{task.fields[rate]}"),
             console=console,
-            disable=not is_shown,
+            redirect_stdout=False,  # the caller's streams are the caller's
+            redirect_stderr=False,
+            disable=not (is_shown and is_watched),
         )
         self._task = self._progress.add_task("generating", total=total, rate="")
         self._num_tokens = 0

@@ -21,7 +21,7 @@ from deepinfer.env import worker_environment
 from deepinfer.errors import WorkerStartError
 from deepinfer_protocol import WorkerConfig, encode_config
 
-FAULT_GRACE_S: Final = 0.1
+FAULT_GRACE_S: Final = 0.03
 """A worker that ends by itself has said why: its last message gets this long to arrive."""
 
 

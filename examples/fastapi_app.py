@@ -32,7 +32,11 @@ async def lifespan(app: Starlette) -> AsyncIterator[None]:
 async def stream(request: Request) -> Response:
     engine: Engine = request.app.state.engine
     prompt = request.query_params.get("prompt", "")
-    params = SamplingParams(max_tokens=64, temperature=float(request.query_params.get("temperature", "0")))
+    try:
+        temperature = float(request.query_params.get("temperature", "0"))
+    except ValueError:
+        return JSONResponse({"error": "temperature: a number is expected", "field": "temperature"}, status_code=400)
+    params = SamplingParams(max_tokens=64, temperature=temperature)
     tokens = engine.stream(messages=[{"role": "user", "content": prompt}], params=params)
     try:
         first = await anext(tokens)  # a refusal is raised at the first read: before the response has begun

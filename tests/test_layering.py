@@ -36,8 +36,7 @@ LAYERS: Final = {
         "deepinfer",
         frozenset({"deepinfer_protocol"}),
         frozenset(
-            {"anyio", "gguf", "jinja2", "msgspec", "numpy", "rich", "starlette", "tokenizers", "typer", "uvicorn"}
-            | {"uvloop", "zmq"}
+            {"anyio", "jinja2", "msgspec", "rich", "starlette", "tokenizers", "typer", "uvicorn", "uvloop", "zmq"}
         ),
     ),
     "deepinfer_protocol": Layer("protocol/deepinfer_protocol", frozenset(), frozenset({"msgspec"})),

@@ -22,7 +22,9 @@ class Bench:
 
     def __init__(self, *, depth: int = 2, num_ranks: int = 1, slots: int = 8, blocks: int = 256, **config: Any) -> None:
         shape = CacheShape(slots, blocks, 4)
-        self.scheduler = Scheduler(SchedulerConfig(**{"max_batch_tokens": 2048, "prefill_chunk": 512, **config}), [shape] * num_ranks)
+        self.scheduler = Scheduler(
+            SchedulerConfig(**{"max_batch_tokens": 2048, "prefill_chunk": 512, **config}), [shape] * num_ranks
+        )
         self.runners = [FakeRunner(fake_config(shape, rank, num_ranks, VOCAB_SIZE)) for rank in range(num_ranks)]
         self.depth = depth
         self.in_flight: deque[tuple[Step, list[StepResult]]] = deque()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,24 @@ def test_refusals_are_typed_and_leave_the_others_alone() -> None:
                 wanted, _ = completion(prompt, SlotSampling(), 203, frozenset(), 32_000)
                 assert await read == wanted
             assert engine.stats().scheduler.num_blocks_used == 0
+
+    asyncio.run(main())
+
+
+def test_refusals_come_within_a_millisecond() -> None:
+    """From the call to the error of the first read; the best of several tries, since this machine may be busy."""
+
+    async def refusal_s(engine: Engine, arguments: dict[str, Any]) -> float:
+        started_s = time.perf_counter()
+        with pytest.raises(InvalidRequest):
+            await anext(engine.stream(**arguments))
+        return time.perf_counter() - started_s
+
+    async def main() -> None:
+        async with Engine("fake") as engine:
+            for arguments, _, field in REFUSED:
+                best_s = min([await refusal_s(engine, arguments) for _ in range(5)])
+                assert best_s < 0.001, f"{field}: {arguments!r:.80} took {1e3 * best_s:.2f} ms"
 
     asyncio.run(main())
 

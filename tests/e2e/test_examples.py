@@ -64,10 +64,11 @@ def test_the_web_app_streams_and_refuses() -> None:
             url = f"http://127.0.0.1:{port}/stream?prompt="
             with urllib.request.urlopen(f"{url}What+is+the+capital+of+France%3F", timeout=60) as response:
                 assert response.read() == b"The capital of France is Paris."
-            with pytest.raises(urllib.error.HTTPError) as caught:
-                urllib.request.urlopen(f"{url}x&temperature=-1", timeout=60)
-            assert caught.value.code == 400 and b'"field":"temperature"' in caught.value.read()
-            caught.value.close()
+            for temperature in ("-1", "nan", "abc"):
+                with pytest.raises(urllib.error.HTTPError) as caught:
+                    urllib.request.urlopen(f"{url}x&temperature={temperature}", timeout=60)
+                assert caught.value.code == 400 and b'"field":"temperature"' in caught.value.read()
+                caught.value.close()
         finally:
             server.terminate()
             server.communicate(timeout=30)

@@ -17,7 +17,9 @@ import pytest
 
 from deepinfer import Engine, WorkerLost, WorkerStartError
 from deepinfer.link import LinkListener
+from deepinfer.supervisor import WorkerProcess
 from deepinfer_protocol import AnyMessage, RowFlag, StepPlan, StepResult, pack_int32, unpack_int32
+from doubles.driver import DEFAULTS
 from doubles.reading import FAKE, PROMPT, greedy, tokens_of
 
 both_homes = pytest.mark.parametrize("own_thread", [False, True], ids=["on the caller's loop", "in its own thread"])
@@ -83,6 +85,30 @@ async def test_one_lost_rank_is_a_lost_group() -> None:
                 await tokens_of(stream)
         assert select.select([other], [], [], 2.0)[0], "the other rank lives on"
         os.close(other)
+
+
+async def test_a_worker_that_ends_without_a_word_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its end to the news: a worker's last message gets its time, and no more. The best of a few tries."""
+    monkeypatch.setattr("deepinfer.supervisor.encode_config", lambda config: bytes(64))  # it ends with exit code 1
+    loop = asyncio.get_running_loop()
+
+    async def notice_s() -> float:
+        ended: asyncio.Future[float] = loop.create_future()
+        noticed: asyncio.Future[tuple[float, str]] = loop.create_future()
+        worker = WorkerProcess(DEFAULTS, lambda rank, words: noticed.set_result((time.monotonic(), words)))
+        pidfd = os.pidfd_open(worker.pid)
+
+        def end() -> None:
+            loop.remove_reader(pidfd)
+            ended.set_result(time.monotonic())
+
+        loop.add_reader(pidfd, end)
+        noticed_s, words = await noticed
+        os.close(pidfd)
+        assert words == "ended with exit code 1"
+        return noticed_s - ended.result()
+
+    assert min([await notice_s() for _ in range(3)]) < 0.05
 
 
 async def test_the_last_words_of_a_worker_are_the_error_s() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -169,6 +169,45 @@ def test_refusals_take_no_time_and_no_memory() -> None:
     cases = [SamplingParams(n=10**9), SamplingParams(stop=["x"] * 10**5), SamplingParams(stop_token_ids=range(10**6))]
     for params in cases:
         assert min(_refusal_s(params) for _ in range(20)) < 0.001
+
+
+HUGE: Final = 10**5000
+LONG: Final = "x" * 10**7
+
+
+class Loud:
+    def __repr__(self) -> str:
+        raise AssertionError("a refusal runs no code of what came")
+
+
+LISTED: Final = ("stop", "stop_token_ids")
+FIELDS: Final = [*{field: None for field, _, _ in BAD_PARAMS}, "priority", "request_id", "timeout_s"]
+
+
+@pytest.mark.parametrize("value", [HUGE, -HUGE, LONG, LONG.encode(), Loud(), [LONG], {"a": HUGE}], ids=type)
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_refusal_shows_little_of_what_came(field: str, value: Any) -> None:
+    """However large it is; the cheapest of several tries."""
+    assert min(_huge_refusal_s(field, value) for _ in range(20)) < 0.001
+
+
+def _huge_refusal_s(field: str, value: Any) -> float:
+    listed: Any = [value] if field in LISTED else value
+    params: dict[str, Any] = {field: listed}
+    started_s = time.perf_counter()
+    with pytest.raises(InvalidRequest) as caught:
+        match field:
+            case "priority":
+                check_priority(value)
+            case "request_id":
+                check_request_id(value)
+            case "timeout_s":
+                check_timeout(field, value)
+            case _:
+                check_params(SamplingParams(**params), LIMITS)
+    elapsed_s = time.perf_counter() - started_s
+    assert caught.value.field == field and len(str(caught.value)) < 160
+    return elapsed_s
 
 
 def _refusal_s(params: SamplingParams) -> float:

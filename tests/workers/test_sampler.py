@@ -59,6 +59,17 @@ def test_tokens_are_those_of_the_definition(top_k: int, top_p: float, temperatur
     assert sample(logits, rows).tolist() == [token_by_definition(logits[i], rows[i]) for i in range(8)]
 
 
+@pytest.mark.parametrize("limits", [{}, {"top_k": 40}, {"top_p": 0.9}], ids=["all", "top_k", "top_p"])
+@pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-200, 1e-6])
+def test_tiny_temperatures_are_greedy(temperature: float, limits: dict[str, Any]) -> None:
+    logits = torch.cat([random_logits(4), random_logits(4, seed=1) - 100, random_logits(4, seed=2, scale=1e30)])
+    rows = [row(p, temperature=temperature, seed=p, **limits) for p in range(12)]
+    assert sample(logits, rows).tolist() == logits.argmax(-1).tolist()
+    masked = torch.rand(12, VOCAB, generator=torch.Generator().manual_seed(3)) < 0.5
+    allowed = logits.masked_fill(~masked, -torch.inf)
+    assert sample(logits, rows, masked).tolist() == allowed.argmax(-1).tolist()
+
+
 def test_top_k_cuts_ties_by_the_lower_id() -> None:
     logits = torch.zeros(1, VOCAB)
     found = {sample(logits, [row(p, temperature=1.0, top_k=2)]).item() for p in range(40)}

@@ -58,10 +58,10 @@ def _make_runner(config: WorkerConfig) -> Runner[Any]:
     try:
         from deepinfer_workers.model_runner import ModelRunner
     except ModuleNotFoundError as error:
-        if error.name != "torch":
+        if error.name not in ("torch", "safetensors", "gguf", "numpy"):
             raise
         raise WorkerFault(
-            "unsupported_model", "torch is not installed: pip install 'deepinfer-runtime[worker]'"
+            "unsupported_model", f"{error.name} is not installed: pip install 'deepinfer-runtime[worker]'"
         ) from None
     runner = ModelRunner(config)
     gc.freeze()  # what the imports left behind is not looked at again

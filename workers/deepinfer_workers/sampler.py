@@ -95,7 +95,9 @@ def _sample_warm(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=logits.device)
 
     temperature = column([row.sampling.temperature for row in rows], torch.float64)
-    scores = logits.double() / temperature[:, None]  # [R, V]
+    # From the largest down, so that no temperature overflows: a tiny one sends all but the best to minus infinity.
+    scores = logits.double()  # [R, V]
+    scores = (scores - scores.amax(-1, keepdim=True)).div_(temperature[:, None])
     picky = [index for index, row in enumerate(rows) if row.sampling.top_k > 0 or row.sampling.top_p < 1]
     if picky:
         index = torch.tensor(picky, device=logits.device)
