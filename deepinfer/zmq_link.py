@@ -17,6 +17,7 @@ from deepinfer.link import LinkListener
 from deepinfer_protocol import AnyMessage, ProtocolError, decode, encode
 from deepinfer_protocol.limits import MAX_MESSAGE_BYTES
 
+LOSS_GRACE_S: Final = 0.03
 _MAX_READS_AT_ONCE: Final = 64
 
 
@@ -58,7 +59,8 @@ class ZmqWorkerLink:
         try:
             self._socket.send_multipart((self._identities[rank], encode(message)), zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            self._loop.call_soon(self.lose, rank, f"cannot be reached: {error}")
+            # Its process may be heard to end at any moment, which says more than this does.
+            self._loop.call_later(LOSS_GRACE_S, self.lose, rank, f"cannot be reached: {error}")
         self._check_events()
 
     def read_now(self) -> None:

@@ -24,6 +24,12 @@ def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.Abstrac
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
+def pytest_collection_finish() -> None:
+    """Tests look for what they left behind with the collector: what the imports made is not looked at again."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """A run without the weights must not look like a run with them."""
     skipped = [report for report in terminalreporter.stats.get("skipped", []) if "model" in report.keywords]

@@ -38,8 +38,13 @@ def test_offline_inference_refuses_in_words() -> None:
 
 
 def test_stream_prints_text() -> None:
-    done = run("examples/stream.py")
-    assert done.returncode == 0 and done.stderr == "" and len(done.stdout.split()) > 3
+    """It samples, and the model may choose to end at once: then once more."""
+    for _ in range(3):
+        done = run("examples/stream.py", "Once upon a time, in a small village by the sea, there was")
+        assert done.returncode == 0 and done.stderr == "", done
+        if len(done.stdout.split()) > 3:
+            return
+    raise AssertionError("three times hardly a word")
 
 
 def test_the_readme_shows_the_program_that_runs() -> None:
