@@ -95,7 +95,7 @@ class EngineCore:
         self._timer_s = inf
         link.listen(self)
 
-    # ---- requests, from the thread of the core or (through `wake_threadsafe`) from any
+    # ---- requests: `post` from any thread, the rest on the core's own
 
     def post(self, action: Callable[[Any], None], argument: Any) -> None:
         """Run `action(argument)` before the next step is planned. Only enqueues: callable from any thread."""
