@@ -197,8 +197,9 @@ IMPORT_WITHOUT_TORCH: Final = "import sys, {0}\nassert 'torch' not in sys.module
 
 
 def run_fresh(code: str) -> None:
-    folders = os.pathsep.join(str(REPO / folder) for folder in (".", "protocol", "workers", "kernels"))
-    environment = os.environ | {"PYTHONPATH": folders}
+    folders = [str(REPO / folder) for folder in (".", "protocol", "workers", "kernels")]
+    folders += filter(None, [os.environ.get("PYTHONPATH")])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 

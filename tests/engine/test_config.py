@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -67,6 +68,7 @@ def test_every_setting_is_explained() -> None:
 
 def run_env(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> subprocess.CompletedProcess[str]:
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))  # also where nothing is installed
     return subprocess.run([sys.executable, "-m", "deepinfer", "env", *arguments], capture_output=True, text=True)
 
 

@@ -50,6 +50,12 @@ SAMPLE, WAITS = int(RowFlag.SAMPLE), int(RowFlag.SAMPLE | RowFlag.WAITS_FOR_MASK
 PATIENCE_S: Final = 30
 
 
+def _import_path() -> list[str]:
+    """What a worker needs, and nothing of the engine; then wherever this process finds its packages."""
+    inherited = os.environ.get("PYTHONPATH")
+    return [*(str(REPO / home) for home in ("protocol", "workers")), *([inherited] if inherited else [])]
+
+
 class WorkerUnderTest:
     """The process, its socket pair, and the engine's end of its wire."""
 
@@ -67,7 +73,7 @@ class WorkerUnderTest:
                 [sys.executable, "-P", "-m", "deepinfer_workers", str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stderr=subprocess.PIPE,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(str(REPO / home) for home in ("protocol", "workers"))},
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(_import_path())},
             )
         self.pipe.sendall(encode_config(worker_config(endpoint, **changes)) if config is None else config)
 
