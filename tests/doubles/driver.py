@@ -15,32 +15,16 @@ from deepinfer_protocol import (
     SlotAdmit,
     SlotSampling,
     StepPlan,
-    WorkerConfig,
     pack_int32,
     split_columns,
     unpack_int32,
 )
 from deepinfer_workers.model_runner import ModelRunner
 from deepinfer_workers.runner import StepOutput
+from doubles.config import worker_config
 
 GREEDY = SlotSampling()
-DEFAULTS = WorkerConfig(
-    endpoint="",
-    epoch=1,
-    rank=0,
-    num_ranks=1,
-    runner="model",
-    model="",
-    accelerator="cpu",
-    num_slots=16,
-    block_size=16,
-    kv_cache_bytes=0,
-    num_blocks=256,
-    max_model_len=0,
-    max_batch_positions=2048,
-    batch_invariant=True,
-    num_threads=2,
-)
+DEFAULTS = worker_config(epoch=1, runner="model", num_slots=16, num_blocks=256, max_batch_positions=2048, num_threads=2)
 
 
 class Row(NamedTuple):

@@ -19,6 +19,7 @@ from deepinfer_protocol import (
 )
 from deepinfer_workers.fake import FakeRunner
 from doubles.clock import VirtualClock
+from doubles.config import worker_config
 
 
 def no_masks() -> MaskBatch:
@@ -26,22 +27,12 @@ def no_masks() -> MaskBatch:
 
 
 def fake_config(shape: CacheShape, rank: int = 0, num_ranks: int = 1, vocab_size: int = 97) -> WorkerConfig:
-    return WorkerConfig(
-        endpoint="ipc://nowhere",
-        epoch=0,
+    return worker_config(
         rank=rank,
         num_ranks=num_ranks,
-        runner="fake",
-        model="",
-        accelerator="cpu",
         num_slots=shape.num_slots,
         block_size=shape.block_size,
-        kv_cache_bytes=0,
         num_blocks=shape.num_blocks,
-        max_model_len=0,
-        max_batch_positions=1 << 20,
-        batch_invariant=True,
-        num_threads=0,
         fake_vocab_size=vocab_size,
     )
 

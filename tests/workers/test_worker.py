@@ -39,6 +39,7 @@ from deepinfer_protocol import (
     unpack_int32,
 )
 from deepinfer_protocol.limits import MAX_CONFIG_BYTES
+from doubles.config import worker_config
 from doubles.oracle import completion, next_token
 
 REPO: Final = Path(__file__).resolve().parents[2]
@@ -75,7 +76,7 @@ class WorkerUnderTest:
                 stderr=subprocess.PIPE,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(_import_path())},
             )
-        self.pipe.sendall(encode_config(worker_config(endpoint, **changes)) if config is None else config)
+        self.pipe.sendall(encode_config(_config(endpoint, **changes)) if config is None else config)
 
     def started(self) -> WorkerUnderTest:
         assert [type(self.receive()) for _ in range(3)] == [Hello, Progress, Ready]
@@ -111,26 +112,8 @@ class WorkerUnderTest:
         self.context.term()
 
 
-def worker_config(endpoint: str, **changes: Any) -> WorkerConfig:
-    config = WorkerConfig(
-        endpoint=endpoint,
-        epoch=EPOCH,
-        rank=0,
-        num_ranks=1,
-        runner="fake",
-        model="",
-        accelerator="cpu",
-        num_slots=4,
-        block_size=16,
-        kv_cache_bytes=0,
-        num_blocks=32,
-        max_model_len=0,
-        max_batch_positions=64,
-        batch_invariant=True,
-        num_threads=0,
-        fake_vocab_size=VOCAB_SIZE,
-    )
-    return msgspec.structs.replace(config, **changes)
+def _config(endpoint: str, **changes: Any) -> WorkerConfig:
+    return worker_config(endpoint=endpoint, epoch=EPOCH, max_batch_positions=64, **changes)
 
 
 def plan(
@@ -342,7 +325,7 @@ def test_an_interrupt_is_not_for_it(worker: WorkerUnderTest) -> None:
 
 
 def test_a_configuration_that_ends_early_ends_it(folder: str) -> None:
-    whole = encode_config(worker_config("ipc://nowhere"))
+    whole = encode_config(_config("ipc://nowhere"))
     code, words = exit_of(folder, whole[:-1], then_close=True)
     assert code != 0
     assert "the configuration ended early" in words
