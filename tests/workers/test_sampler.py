@@ -11,7 +11,7 @@ import torch
 
 from deepinfer_protocol import SlotSampling
 from deepinfer_workers.noise import gumbel_noise
-from deepinfer_workers.sampler import RowSampling, logprobs, sample, unpack_masks
+from deepinfer_workers.sampler import RowSampling, best_logprobs, sample, unpack_masks
 
 VOCAB = 3001
 Array = npt.NDArray[np.float64]
@@ -135,9 +135,9 @@ def test_logprobs_are_the_log_softmax_and_the_best_by_rank() -> None:
     logits[1, [40, 30, 20]] = 50.0  # equals: the lower id first
     tokens = torch.tensor([7, 30, 2])
     values = logits.double().log_softmax(-1).numpy()
-    for found, token, value, k in zip(
-        logprobs(logits, tokens, [4, 3, 0]), tokens.tolist(), values, (4, 3, 0), strict=True
-    ):
-        ids = [token, *np.argsort(-value, kind="stable")[:k]]
-        assert found.ids.tolist() == ids
-        np.testing.assert_allclose(found.values, value[ids], atol=1e-4)
+    for num_best in (4, 0):
+        found = best_logprobs(logits, tokens, num_best)
+        for found_ids, found_values, token, value in zip(*found, tokens.tolist(), values, strict=True):
+            ids = [token, *np.argsort(-value, kind="stable")[:num_best]]
+            assert found_ids.tolist() == ids
+            np.testing.assert_allclose(found_values, value[ids], atol=1e-4)

@@ -20,7 +20,8 @@ from deepinfer_workers.kv import PagedKVCache
 from deepinfer_workers.models.llama import Llama, Positions
 from deepinfer_workers.models.registry import load_model, open_checkpoint
 from deepinfer_workers.runner import StepOutput, WorkerFault
-from deepinfer_workers.sampler import Logprobs, RowSampling, logprobs, sample, unpack_masks
+from deepinfer_workers.sampler import unpack_masks
+from deepinfer_workers.sampling_state import SamplingState
 from deepinfer_workers.slots import SlotState
 
 DEFAULT_KV_BYTES: Final = 1 << 30
@@ -52,18 +53,21 @@ class ModelRunner:
     def run(self, batch: DeviceBatch, wait_for_masks: Callable[[], MaskBatch]) -> StepOutput:
         """One step. Raises `ProtocolError` when the plan contradicts the slots."""
         self._slots.apply(batch)
+        self._sampling.retire(batch.retired)
+        self._sampling.admit(batch.admissions)
         if not batch.slots.size:
             return StepOutput(b"", b"")
         logits = self._forward(batch)
         lengths = self._slots.advance(batch)
         tokens = self._sample(batch, logits, wait_for_masks)
+        logprobs = self._sampling.logprobs(logits, tokens, batch.slots[batch.sampled])
         num_tokens = np.zeros_like(batch.slots)
         num_tokens[batch.sampled] = 1
         columns = np.concatenate((batch.slots, batch.generations, lengths, num_tokens))
         return StepOutput(
             columns.astype(_INT32).tobytes(),
             tokens.to("cpu", torch.int32).numpy().astype(_INT32).tobytes(),
-            *self._logprobs(batch, logits, tokens),
+            *(logprobs.to_bytes() if logprobs is not None else (b"", b"")),
         )
 
     def _load(self, report: Callable[[int, int], None]) -> Ready:
@@ -80,6 +84,7 @@ class ModelRunner:
             self._limits = _limits(config, self._model)
             self._cache = PagedKVCache(self._model.cache_shape, self._limits.num_blocks, config.block_size, ops.device)
             self._slots = SlotState(self._limits, ops.device)
+            self._sampling = SamplingState(self._slots.tokens)
         return Ready(
             epoch=config.epoch,
             rank=config.rank,
@@ -125,14 +130,10 @@ class ModelRunner:
     def _launch(self, slots: Ints, part: Ints, logits: Tensor, tokens: Tensor, allowed: Tensor | None) -> None:
         index = torch.from_numpy(part).to(logits.device)
         is_all = len(part) == len(slots)
-        chosen = sample(logits if is_all else logits[index], self._row_sampling(slots[part]), allowed)
+        positions = torch.from_numpy(self._slots.lengths(slots[part])).to(logits.device)
+        chosen = self._sampling.sample(logits if is_all else logits[index], slots[part], positions, allowed)
         tokens[index] = chosen
         self._slots.store(slots[part], chosen)
-
-    def _row_sampling(self, slots: Ints) -> list[RowSampling]:
-        lengths = self._slots.lengths(slots).tolist()
-        params = [self._slots.params(slot) for slot in slots.tolist()]
-        return [RowSampling(p.sampling, p.stop_ids, length) for p, length in zip(params, lengths, strict=True)]
 
     def _masks(self, slots: Ints, masks: MaskBatch) -> Tensor:
         """Masks in the order of `slots`, [rows, V] bool."""
@@ -148,21 +149,6 @@ class ModelRunner:
         if bool(is_empty.any()):
             raise ProtocolError(f"the mask of slot {came[int(is_empty.nonzero()[0])]} allows no token")
         return allowed[[came.index(slot) for slot in slots.tolist()]]
-
-    def _logprobs(self, batch: DeviceBatch, logits: Tensor, tokens: Tensor) -> tuple[bytes, bytes]:
-        params = [self._slots.params(slot).sampling for slot in batch.slots[batch.sampled].tolist()]
-        wanted = [row for row, sampling in enumerate(params) if sampling.num_logprobs >= 0]
-        if not wanted:
-            return b"", b""
-        index = torch.tensor(wanted, device=logits.device)
-        found = logprobs(logits[index], tokens[index], [params[row].num_logprobs for row in wanted])
-        return _pack(found)
-
-
-def _pack(found: list[Logprobs]) -> tuple[bytes, bytes]:
-    ids = np.concatenate([entry.ids for entry in found]).astype(_INT32)
-    values = np.concatenate([entry.values for entry in found]).astype("<f4")
-    return ids.tobytes(), values.tobytes()
 
 
 def _limits(config: WorkerConfig, model: Llama) -> Limits:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -35,13 +35,6 @@ class RowSampling:
     """Where the token will be stored: the length after the step."""
 
 
-class Logprobs(NamedTuple):
-    """Of one token: its id and then the best ids, with their log probabilities."""
-
-    ids: npt.NDArray[np.int64]
-    values: npt.NDArray[np.float32]
-
-
 def sample(logits: Tensor, rows: Sequence[RowSampling], allowed: Tensor | None = None) -> Tensor:
     """One token for each row of `logits` [R, V]: [R] int64. `allowed` [R, V] bool masks tokens out."""
     logits = _restrict(logits, rows, allowed)
@@ -63,15 +56,17 @@ def unpack_masks(bits: bytes, num_rows: int, vocab_size: int, device: torch.devi
     return torch.from_numpy(flags.view(np.bool_)).to(device)
 
 
-def logprobs(logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> list[Logprobs]:
-    """For each row: `tokens` [R] and the `counts` best, by the logits [R, V] as the model gave them."""
+def best_logprobs(logits: Tensor, tokens: Tensor, num_best: int) -> tuple[Tensor, Tensor]:
+    """For each row: `tokens` [R] and the `num_best` best, by the logits [R, V] as the model gave them.
+
+    Ids [R, 1 + k] int64 and log probabilities [R, 1 + k] float32.
+    """
     values = torch.log_softmax(logits, -1)  # [R, V]
-    most = min(max(counts), logits.shape[1])
+    num_best = min(num_best, logits.shape[1])
     ids = tokens[:, None]  # [R, 1]
-    if most:
-        ids = torch.cat((ids, _best(values, most)), 1)  # [R, 1 + k]
-    host_ids, host_values = ids.cpu().numpy(), values.gather(1, ids).cpu().numpy()
-    return [Logprobs(host_ids[row, : 1 + k], host_values[row, : 1 + k]) for row, k in enumerate(counts)]
+    if num_best:
+        ids = torch.cat((ids, _best(values, num_best)), 1)  # [R, 1 + k]
+    return ids, values.gather(1, ids)
 
 
 def _restrict(logits: Tensor, rows: Sequence[RowSampling], allowed: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The state of every slot: its tokens, its length, its blocks, how it is sampled. Belongs to the device thread.
+"""The state of every slot: its tokens, its length, its blocks. Belongs to the device thread.
 
 Tokens and block tables are on the device. Lengths and generations are on the host, where they are known without asking
 the device: a row adds the positions that its plan says. Knows nothing of models and of how sampling is done.
@@ -8,26 +8,17 @@ Legend: `N` slots, and one null slot behind them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from deepinfer_protocol import ProtocolError, SlotSampling
+from deepinfer_protocol import ProtocolError
 from deepinfer_workers.batch import Admission, DeviceBatch, Ints, Limits
 
 EMPTY: Final = -1
 """Generation of a slot that holds no sequence."""
-
-
-@dataclass(frozen=True)
-class SlotParams:
-    """How a slot is sampled."""
-
-    sampling: SlotSampling
-    stop_ids: Ints
 
 
 class SlotState:
@@ -44,7 +35,11 @@ class SlotState:
         self._num_known = np.zeros(num_slots, np.int64)
         self._num_blocks = np.zeros(num_slots, np.int64)
         self._generations = np.full(num_slots, EMPTY, np.int64)
-        self._params: dict[int, SlotParams] = {}
+
+    @property
+    def tokens(self) -> Tensor:
+        """[N + 1, positions] int32"""
+        return self._tokens
 
     @property
     def slot_bytes(self) -> int:
@@ -54,8 +49,6 @@ class SlotState:
     def apply(self, batch: DeviceBatch) -> None:
         """Retire, admit, append, check the rows: in this order."""
         self._generations[batch.retired] = EMPTY
-        for slot in batch.retired.tolist():
-            self._params.pop(slot, None)
         for admission in batch.admissions:
             self._admit(admission)
         self._append(batch.append_slots, batch.append_blocks)
@@ -99,9 +92,6 @@ class SlotState:
     def lengths(self, slots: Ints) -> Ints:
         return self._lengths[slots]
 
-    def params(self, slot: int) -> SlotParams:
-        return self._params[slot]
-
     def _admit(self, admission: Admission) -> None:
         slot = admission.slot
         if self._generations[slot] != EMPTY:
@@ -114,7 +104,6 @@ class SlotState:
         self._num_known[slot] = num_tokens
         self._num_blocks[slot] = num_blocks
         self._generations[slot] = admission.generation
-        self._params[slot] = SlotParams(admission.sampling, admission.stop_ids)
 
     def _append(self, slots: Ints, blocks: Ints) -> None:
         if not slots.size:
