@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Any, Final, Literal, NamedTuple, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct
@@ -17,6 +17,8 @@ from deepinfer.env import ENVIRONMENT_NAMES, cache_home, read_settings
 from deepinfer.errors import ConfigError
 
 Positive = Meta(ge=1, le=2**31 - 1)
+_HOME_OF_DTYPE: Final = {"bfloat16": "nvidia", "fast": "cpu"}
+"""Those that one accelerator alone has."""
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
@@ -24,6 +26,10 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
 
     model: Annotated[str, Meta(description="A known name, a .gguf file or a model folder; `fake` for tests.")] = ""
     accelerator: Annotated[Literal["cpu", "nvidia", "ascend"], Meta(description="What the workers run on.")] = "cpu"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "fast"],
+        Meta(description="Arithmetic of the model: float32 or, for speed, fast on cpu, bfloat16 on nvidia."),
+    ] = "auto"
     overlap: Annotated[bool, Meta(description="Two steps in flight instead of one; the tokens are the same.")] = True
     batch_invariant: Annotated[
         bool, Meta(description="A token never depends on who else is in the batch (the reference path).")
@@ -131,5 +137,10 @@ def _build(values: dict[str, Any]) -> EngineConfig:
         raise ConfigError(
             "max_num_seqs",
             f"{config.max_num_seqs} sequences need a position each, max_batch_tokens is {config.max_batch_tokens}",
+        )
+    home = _HOME_OF_DTYPE.get(config.dtype, config.accelerator)
+    if home != config.accelerator:
+        raise ConfigError(
+            "dtype", f"{config.dtype!r} is an arithmetic of {home}, accelerator is {config.accelerator!r}"
         )
     return config

@@ -12,6 +12,7 @@ from typing import Final
 ENVIRONMENT_NAMES: Final[Mapping[str, str]] = {
     "model": "DEEPINFER_HF_MODEL_DIR",
     "accelerator": "DEEPINFER_ACCELERATOR",
+    "dtype": "DEEPINFER_DTYPE",
     "overlap": "DEEPINFER_ZERO_OVERHEAD_SCHEDULING",
     "batch_invariant": "DEEPINFER_BATCH_INVARIANT",
     "num_workers": "DEEPINFER_NUM_WORKERS",

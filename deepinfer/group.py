@@ -60,6 +60,7 @@ class WorkerGroup:
             fake_step_s=config.fake_step_s,
             fake_vocab_size=config.fake_vocab_size,
             fake_check_stamps=config.fake_check_stamps,
+            dtype=config.dtype,
         )
 
     async def wait_ready(self, timeout_s: float, report: ProgressReport | None = None) -> list[Ready]:

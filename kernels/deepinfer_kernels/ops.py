@@ -26,6 +26,8 @@ class Ops:
     """One function per device operation. Same signatures on every accelerator."""
 
     accelerator: str
+    arithmetic: str
+    """`float32`, or in words what is faster."""
     device: torch.device
     is_batch_invariant: bool
     """A row's bits depend on its own sequence only."""
@@ -41,14 +43,19 @@ class Ops:
 
 
 ACCELERATORS: Final = ("cpu", "nvidia")
+DTYPES: Final = {"cpu": ("float32",), "nvidia": ("float32",)}
+"""Arithmetics by accelerator; the first one is what `auto` means."""
 
 
-def select_ops(accelerator: str, *, batch_invariant: bool) -> Ops:
-    """The operations for `accelerator`. Raises `UnknownAccelerator`."""
+def select_ops(accelerator: str, *, batch_invariant: bool, dtype: str = "auto") -> Ops:
+    """The operations for `accelerator` in the arithmetic `dtype`. Raises `UnknownAccelerator`."""
     if accelerator not in ACCELERATORS:
         raise UnknownAccelerator(f"accelerator {accelerator!r} is unknown: it is one of {', '.join(ACCELERATORS)}")
     if accelerator == "nvidia" and not torch.cuda.is_available():
         raise UnknownAccelerator(f"accelerator 'nvidia': this torch ({torch.__version__}) sees no CUDA device")
+    dtypes = DTYPES[accelerator]
+    if dtype not in ("auto", *dtypes):
+        raise UnknownAccelerator(f"accelerator {accelerator!r} has no dtype {dtype!r}: it has {', '.join(dtypes)}")
     is_cpu = accelerator == "cpu"
 
     def pack(weight: Tensor) -> LinearWeight:
@@ -56,6 +63,7 @@ def select_ops(accelerator: str, *, batch_invariant: bool) -> Ops:
 
     return Ops(
         accelerator=accelerator,
+        arithmetic=dtypes[0] if dtype == "auto" else dtype,
         device=torch.device("cpu" if is_cpu else "cuda"),
         is_batch_invariant=batch_invariant and is_cpu,
         pack_linear=pack,

@@ -262,3 +262,5 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     fake_vocab_size: Annotated[int, Meta(ge=2, le=INT32_MAX)] = 32_000
     fake_check_stamps: bool = True
     """Fake runner only: assert the (token, position) stamp of every KV row at every read."""
+    dtype: str = "auto"
+    """Arithmetic of the model; which there are is the worker's to say."""

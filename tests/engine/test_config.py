@@ -55,6 +55,10 @@ def test_a_bad_argument_is_named() -> None:
         Engine("fake", block_size="16")
     with pytest.raises(ConfigError, match="max_num_seqs: 600 sequences need a position each"):
         Engine("fake", max_num_seqs=600)
+    with pytest.raises(ConfigError, match="dtype: 'fast' is an arithmetic of cpu, accelerator is 'nvidia'"):
+        Engine("fake", dtype="fast", accelerator="nvidia")
+    with pytest.raises(ConfigError, match="dtype: 'bfloat16' is an arithmetic of nvidia, accelerator is 'cpu'"):
+        Engine("fake", dtype="bfloat16")
     with pytest.raises(ConfigError, match="model: no model"):
         Engine()
 

@@ -28,6 +28,11 @@ def test_an_unknown_accelerator_is_refused_by_name() -> None:
         select_ops("abacus", batch_invariant=True)
 
 
+def test_an_unknown_dtype_is_refused_by_name() -> None:
+    with pytest.raises(UnknownAccelerator, match="'cpu' has no dtype 'bfloat16': it has float32"):
+        select_ops("cpu", batch_invariant=True, dtype="bfloat16")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_a_missing_device_is_refused() -> None:
     with pytest.raises(UnknownAccelerator, match="CUDA"):

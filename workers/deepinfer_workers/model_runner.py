@@ -75,7 +75,7 @@ class ModelRunner:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         try:
-            ops = select_ops(config.accelerator, batch_invariant=config.batch_invariant)
+            ops = select_ops(config.accelerator, batch_invariant=config.batch_invariant, dtype=config.dtype)
         except UnknownAccelerator as error:
             raise WorkerFault("unsupported_model", str(error)) from None
         checkpoint = open_checkpoint(Path(config.model))
@@ -172,6 +172,6 @@ def _limits(config: WorkerConfig, model: Llama) -> Limits:
 
 def _describe(ops: Ops) -> str:
     if ops.device.type == "cuda":
-        return f"{torch.cuda.get_device_name()}, float32"
+        return f"{torch.cuda.get_device_name()}, {ops.arithmetic}"
     invariance = ", row-invariant" if ops.is_batch_invariant else ""
-    return f"CPU, {torch.get_num_threads()} threads, float32{invariance}"
+    return f"CPU, {torch.get_num_threads()} threads, {ops.arithmetic}{invariance}"
