@@ -30,6 +30,13 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         Literal["auto", "float32", "bfloat16", "fast"],
         Meta(description="Arithmetic of the model: float32 or, for speed, fast on cpu, bfloat16 on nvidia."),
     ] = "auto"
+    load_format: Annotated[
+        Literal["auto", "dummy"],
+        Meta(description="`dummy`: random weights of the shapes that config.json tells, to measure a model's speed."),
+    ] = "auto"
+    cuda_graphs: Annotated[
+        bool, Meta(description="nvidia: replay captured launches for small steps; the tokens are the same.")
+    ] = True
     overlap: Annotated[bool, Meta(description="Two steps in flight instead of one; the tokens are the same.")] = True
     batch_invariant: Annotated[
         bool, Meta(description="A token never depends on who else is in the batch (the reference path).")
@@ -48,7 +55,10 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     prefill_chunk: Annotated[int, Meta(ge=1, le=65_536, description="Positions of one prompt in a step.")] = 256
     block_size: Annotated[int, Meta(ge=1, le=4096, description="Tokens of a KV block.")] = 16
     num_blocks: Annotated[int, Meta(ge=0, le=1 << 24, description="KV blocks of a worker; 0: from the bytes.")] = 0
-    kv_cache_bytes: Annotated[int, Meta(ge=0, le=1 << 44, description="Memory for KV blocks; 0: 1 GiB at most.")] = 0
+    kv_cache_bytes: Annotated[
+        int,
+        Meta(ge=0, le=1 << 44, description="Memory for KV blocks; 0: 1 GiB at most on cpu, what is free on nvidia."),
+    ] = 0
     prefix_cache: Annotated[bool, Meta(description="Reuse the KV rows of equal prefixes.")] = True
     max_queued_requests: Annotated[int, Positive, Meta(description="Requests that wait before one is refused.")] = 4096
     max_queued_tokens: Annotated[

@@ -115,6 +115,8 @@ class Engine:
     def _load_text(self, path: Path | None) -> TextPipeline | None:
         if self.config.tokenizer:
             path = resolve(self.config.tokenizer, cache_dir=self.config.model_cache_dir, report=lambda _: None).path
+        elif self.config.load_format == "dummy" and path is not None and not (path / "tokenizer.json").is_file():
+            return None  # random weights have nothing to say: token ids will do
         return None if path is None else TextPipeline(path)
 
     async def _start_core(self, path: str, tell: Callable[[str], None]) -> None:

@@ -13,6 +13,8 @@ ENVIRONMENT_NAMES: Final[Mapping[str, str]] = {
     "model": "DEEPINFER_HF_MODEL_DIR",
     "accelerator": "DEEPINFER_ACCELERATOR",
     "dtype": "DEEPINFER_DTYPE",
+    "load_format": "DEEPINFER_LOAD_FORMAT",
+    "cuda_graphs": "DEEPINFER_CUDA_GRAPHS",
     "overlap": "DEEPINFER_ZERO_OVERHEAD_SCHEDULING",
     "batch_invariant": "DEEPINFER_BATCH_INVARIANT",
     "num_workers": "DEEPINFER_NUM_WORKERS",

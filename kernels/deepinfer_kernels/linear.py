@@ -63,11 +63,6 @@ def pack_linear(weight: Tensor, *, batch_invariant: bool) -> LinearWeight:
     return LinearWeight(pack(weight), multiply, heights)
 
 
-def pack_linear_plain(weight: Tensor) -> LinearWeight:
-    """`weight` [F, C] as it is: for devices whose library needs no packing. Promises nothing about rows."""
-    return LinearWeight(weight, torch.nn.functional.linear, ())
-
-
 @lru_cache(maxsize=256)
 def proven_heights(num_out: int, num_in: int, num_threads: int) -> tuple[int, ...]:
     """The tile heights that give a row of a [num_out, num_in] product the same bits, measured. A pure memo."""
@@ -87,7 +82,7 @@ def proven_heights(num_out: int, num_in: int, num_threads: int) -> tuple[int, ..
 
 
 def _cpu_backend() -> tuple[Multiply, Callable[[Tensor], Tensor]]:
-    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    has_onednn: bool = torch.backends.mkldnn.is_available()
     if has_onednn and hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return _multiply_packed, _pack_onednn
     return torch.nn.functional.linear, Tensor.contiguous

@@ -264,3 +264,6 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """Fake runner only: assert the (token, position) stamp of every KV row at every read."""
     dtype: str = "auto"
     """Arithmetic of the model; which there are is the worker's to say."""
+    load_format: str = "auto"
+    """`dummy`: random weights of the configuration's shapes."""
+    cuda_graphs: bool = True

@@ -102,10 +102,15 @@ class Driver:
                 self._blocks[row.slot].append(self._free.pop(0))
                 appends.append((row.slot, self._blocks[row.slot][-1]))
         columns = [(row.slot, self._generations[row.slot], row.num_positions, int(row.flags)) for row in rows]
-        built = self.runner.build(plan(columns, self._admits, appends, self._retired))
+        step = plan(columns, self._admits, appends, self._retired)
         self._admits, self._retired = [], []
-        output = self.runner.run(built, no_masks if masks is None else lambda: masks)
+        output = self.run(step, masks)
         assert list(split_columns(output.rows, 4)[2]) == [self._lengths[row.slot] for row in rows]
+        return output
+
+    def run(self, step: StepPlan, masks: MaskBatch | None = None) -> StepOutput:
+        built = self.runner.build(step)
+        output, _ = self.runner.launch(built, no_masks if masks is None else lambda: masks).wait()
         return output
 
     def prefill(self, slot: int, num_tokens: int, chunk: int) -> int:

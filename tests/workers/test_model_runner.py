@@ -13,7 +13,7 @@ import torch
 from deepinfer_protocol import MaskBatch, ProtocolError, RowFlag, SlotSampling, pack_int32, split_columns, unpack_int32
 from deepinfer_workers.model_runner import ModelRunner
 from deepinfer_workers.runner import StepOutput, WorkerFault
-from doubles.driver import DEFAULTS, Driver, Row, admit, no_masks, plan
+from doubles.driver import DEFAULTS, Driver, Row, admit, plan
 from doubles.tiny_llama import TinyLlama
 
 TINY = TinyLlama()
@@ -133,11 +133,11 @@ def test_block_size_does_not_change_a_bit(folder: Path) -> None:
 def test_a_prefix_hit_does_not_change_a_bit(driver: Driver) -> None:
     """A second sequence adopts the first one's blocks and starts behind them."""
     tokens = random_tokens(70, seed=5)
-    runner = driver.runner
+    run = driver.run
     first = [admit(0, tokens, [], sampling=WATCHED)]
-    whole = runner.run(runner.build(plan([(0, 1, 70, 1)], first, [(0, block) for block in range(5)])), no_masks)
+    whole = run(plan([(0, 1, 70, 1)], first, [(0, block) for block in range(5)]))
     hit = [admit(1, tokens, [0, 1, 2, 3], length=64, sampling=WATCHED)]
-    rest = runner.run(runner.build(plan([(1, 1, 6, 1)], hit, [(1, 9)])), no_masks)
+    rest = run(plan([(1, 1, 6, 1)], hit, [(1, 9)]))
     assert trace(rest) == trace(whole)
 
 
@@ -211,11 +211,10 @@ def test_an_empty_plan_is_legal(driver: Driver) -> None:
     ],
 )
 def test_a_contradictory_plan_is_refused_by_name(driver: Driver, bad: object, words: str) -> None:
-    runner = driver.runner
     start = plan(admits=[admit(0, [1] * 8, [0]), admit(1, [1] * 8, [])])
-    runner.run(runner.build(start), no_masks)
+    driver.run(start)
     with pytest.raises(ProtocolError, match=words):
-        runner.run(runner.build(bad), no_masks)  # type: ignore[arg-type]
+        driver.run(bad)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
-"""What the host prepares of a step while the device is busy with the one before. Touches no state of slots.
+"""A plan as checked arrays. Knows the bounds of what a plan may name, and no state of slots.
 
-Legend: `S` rows of the step, `T` packed positions, padded to a multiple of 16.
+Legend: `S` rows of the step, `T` packed positions, padded.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -14,7 +15,7 @@ import numpy.typing as npt
 from deepinfer_protocol import ProtocolError, RowFlag, SlotAdmit, SlotSampling, StepPlan
 
 ROW_MULTIPLE: Final = 16
-"""Steps are padded to it, so that the matrix products need not be."""
+"""Steps are padded to it where there is no ladder, so that the matrix products need not be."""
 _INT32: Final = np.dtype("<i4")
 
 Ints = npt.NDArray[np.int64]
@@ -29,6 +30,15 @@ class Limits(NamedTuple):
     max_len: int
     vocab_size: int
     max_batch_positions: int
+    ladder: tuple[int, ...] = ()
+    """Sizes that steps are padded to, rising; larger ones go to a multiple of `ROW_MULTIPLE`."""
+
+    def padded(self, num_positions: int) -> int:
+        """T for this many positions."""
+        at = bisect_left(self.ladder, num_positions)
+        if at < len(self.ladder):
+            return self.ladder[at]
+        return -(-num_positions // ROW_MULTIPLE) * ROW_MULTIPLE
 
     @property
     def max_blocks(self) -> int:
@@ -104,7 +114,7 @@ class DeviceBatch:
             is_waiting=(flags[sampled] & RowFlag.WAITS_FOR_MASK) != 0,
             row_of=row_of,
             offset_of=np.arange(num_real) - (np.cumsum(counts) - counts)[row_of],
-            num_positions=-(-num_real // ROW_MULTIPLE) * ROW_MULTIPLE,
+            num_positions=limits.padded(num_real),
         )
 
 

@@ -24,7 +24,7 @@ from deepinfer_protocol import (
     split_columns,
     unpack_int32,
 )
-from deepinfer_workers.runner import StepOutput
+from deepinfer_workers.runner import DoneStep, StepOutput
 
 _MASK64: Final = (1 << 64) - 1
 _FNV_OFFSET: Final = 0xCBF29CE484222325
@@ -118,12 +118,14 @@ class FakeRunner:
     def build(self, plan: StepPlan) -> FakeBatch:
         return FakeBatch(plan, list(zip(*split_columns(plan.rows, 4), strict=True)), time.monotonic())
 
-    def run(self, batch: FakeBatch, wait_for_masks: Callable[[], MaskBatch]) -> StepOutput:
+    is_queued = False
+
+    def launch(self, batch: FakeBatch, wait_for_masks: Callable[[], MaskBatch]) -> DoneStep:
         output = self.compute(batch, wait_for_masks)
         if self._config.fake_step_s:
             self._deadline_s = max(self._deadline_s, batch.arrived_s) + self._config.fake_step_s
             time.sleep(max(self._deadline_s - time.monotonic(), 0.0))
-        return output
+        return DoneStep(output)
 
     def compute(self, batch: FakeBatch, wait_for_masks: Callable[[], MaskBatch]) -> StepOutput:
         """The step without its duration."""

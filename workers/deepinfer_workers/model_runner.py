@@ -1,11 +1,13 @@
 """A `Runner` that computes: plan -> tensors -> forward -> tokens. Knows nothing of sockets, processes or requests.
 
-`build` runs on the host thread and touches only the plan; slots, caches and the model belong to `run`.
+`build` runs on the host thread and keeps the ledger; slots, caches and the model belong to `launch`. On a GPU nothing
+in `launch` waits for the device: results come back by a second stream, and `PendingStep.wait` is who waits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -13,19 +15,39 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepinfer_kernels import Ops, UnknownAccelerator, select_ops
+from deepinfer_kernels import Ops, PackedRows, UnknownAccelerator, select_ops
 from deepinfer_protocol import MaskBatch, ProtocolError, Ready, StepPlan, WorkerConfig, unpack_int32
 from deepinfer_workers.batch import DeviceBatch, Ints, Limits
+from deepinfer_workers.graphs import GraphLadder, ladder
 from deepinfer_workers.kv import PagedKVCache
+from deepinfer_workers.ledger import SlotLedger
 from deepinfer_workers.models.llama import Llama, Positions
 from deepinfer_workers.models.registry import load_model, open_checkpoint
-from deepinfer_workers.runner import StepOutput, WorkerFault
+from deepinfer_workers.queue_clock import QueueClock
+from deepinfer_workers.runner import DoneStep, PendingStep, StepOutput, StepTimes, WorkerFault
 from deepinfer_workers.sampler import unpack_masks
 from deepinfer_workers.sampling_state import SamplingState
 from deepinfer_workers.slots import SlotState
+from deepinfer_workers.step_results import StepResults
+from deepinfer_workers.upload import Parcel, to_device
 
 DEFAULT_KV_BYTES: Final = 1 << 30
-_INT32: Final = np.dtype("<i4")
+"""On the CPU, whose memory is everybody's."""
+MIN_LADDER: Final = 64
+"""Short prompts go by graphs too, however few slots there are."""
+GPU_RESERVE: Final = 0.08
+"""Share of a GPU's memory that is left for activations and for others."""
+
+
+@dataclass(frozen=True)
+class BuiltStep:
+    """A checked plan and its columns, packed for the device."""
+
+    batch: DeviceBatch
+    changes: Parcel | None
+    """Slots, positions, tokens; slots, columns, blocks; slots, lengths. `None`: the plan changes nothing."""
+    inputs: Parcel
+    """[2, T] slots and offsets of the positions; [S] slots of the rows; [R] slots and places of the sampled ones."""
 
 
 class ModelRunner:
@@ -35,7 +57,7 @@ class ModelRunner:
         self._config = config
 
     def load(self, report: Callable[[int, int], None]) -> Ready:
-        """Weights, caches, slots. Raises `WorkerFault`."""
+        """Weights, caches, slots, graphs. Raises `WorkerFault`."""
         try:
             return self._load(report)
         except (MemoryError, torch.OutOfMemoryError) as error:
@@ -45,46 +67,139 @@ class ModelRunner:
                 raise
             raise WorkerFault("out_of_memory", f"{Path(self._config.model).name}: {error}") from error
 
-    def build(self, plan: StepPlan) -> DeviceBatch:
+    @property
+    def is_queued(self) -> bool:
+        return self._clock is not None
+
+    def build(self, plan: StepPlan) -> BuiltStep:
         """Check the plan and lay it out. Raises `ProtocolError`."""
-        return DeviceBatch.from_plan(plan, self._limits)
+        batch = DeviceBatch.from_plan(plan, self._limits)
+        changes = self._ledger.apply(batch)
+        has_changes = changes.blocks[0].size or changes.lengths[0].size
+        device = self._ops.device
+        return BuiltStep(
+            batch,
+            Parcel([*changes.tokens, *changes.blocks, *changes.lengths], device) if has_changes else None,
+            Parcel(_inputs(batch, self._limits.num_slots), device),
+        )
 
     @torch.inference_mode()
-    def run(self, batch: DeviceBatch, wait_for_masks: Callable[[], MaskBatch]) -> StepOutput:
-        """One step. Raises `ProtocolError` when the plan contradicts the slots."""
-        self._slots.apply(batch)
-        self._sampling.retire(batch.retired)
-        self._sampling.admit(batch.admissions)
+    def launch(self, built: BuiltStep, wait_for_masks: Callable[[], MaskBatch]) -> PendingStep:
+        """One step. Raises `ProtocolError` when masks contradict the plan."""
+        if self._clock is None:
+            return DoneStep(self._compute(built, wait_for_masks).to_output())
+        with self._clock.step() as timing:
+            results = self._compute(built, wait_for_masks)
+        return _QueuedStep(results.download(self._clock.copy_stream), timing)
+
+    def _compute(self, built: BuiltStep, wait_for_masks: Callable[[], MaskBatch]) -> StepResults:
+        batch = built.batch
+        self._change_slots(built)
         if not batch.slots.size:
-            return StepOutput(b"", b"")
-        logits = self._forward(batch)
-        lengths = self._slots.advance(batch)
-        tokens = self._sample(batch, logits, wait_for_masks)
-        logprobs = self._sampling.logprobs(logits, tokens, batch.slots[batch.sampled])
-        num_tokens = np.zeros_like(batch.slots)
-        num_tokens[batch.sampled] = 1
-        columns = np.concatenate((batch.slots, batch.generations, lengths, num_tokens))
-        return StepOutput(
-            columns.astype(_INT32).tobytes(),
-            tokens.to("cpu", torch.int32).numpy().astype(_INT32).tobytes(),
-            *(logprobs.to_bytes() if logprobs is not None else (b"", b"")),
+            return StepResults.empty()
+        positions, row_slots, sampled_slots, sampled = built.inputs.unpack()
+        logits = self._forward(batch, positions, sampled)
+        places = self._slots.lengths[sampled_slots]
+        tokens = self._sample(batch, logits, sampled_slots, places, wait_for_masks)
+        self._slots.store(sampled_slots, tokens)
+        return StepResults(
+            batch,
+            lengths=self._slots.lengths[row_slots],
+            tokens=tokens,
+            logprobs=self._sampling.logprobs(logits, tokens, batch.slots[batch.sampled]),
         )
+
+    def _change_slots(self, built: BuiltStep) -> None:
+        self._sampling.retire(built.batch.retired)
+        if built.changes is None:
+            return
+        columns = built.changes.unpack()
+        self._slots.write_tokens(*columns[:3])
+        self._slots.write_blocks(*columns[3:6])
+        self._slots.write_lengths(*columns[6:])
+        self._sampling.admit(built.batch.admissions)
+
+    def _forward(self, batch: DeviceBatch, positions: Tensor, sampled: Tensor) -> Tensor:
+        """Logits of the sampled rows, [R, V]. Afterwards the lengths are those after the step."""
+        if self._graphs is not None and batch.num_positions in self._graphs and self._ops.is_flat(batch.counts):
+            hidden = self._graphs.replay(positions)  # [T, C]
+        else:
+            hidden = self._run_layers(positions, batch.counts)
+        return self._model.logits(hidden.index_select(0, sampled))
+
+    def _run_layers(self, positions: Tensor, counts: Ints) -> Tensor:
+        """Hidden states [T, C] of `positions` [2, T], which are slots and offsets; `counts` [S] are the rows' sizes."""
+        slots, offsets = positions.unbind(0)
+        tokens, places, cache_indices = self._slots.gather(slots, offsets)
+        attention = self._ops.plan_attention(
+            PackedRows(counts, slots, places, self._slots.tables),
+            block_size=self._limits.block_size,
+            group_size=self._model.group_size,
+            num_kv=self._model.num_kv_heads,
+        )
+        hidden = self._model.forward(Positions(tokens, places, cache_indices, attention), self._cache)
+        self._slots.advance(slots)
+        return hidden
+
+    def _run_flat(self, positions: Tensor) -> Tensor:
+        """What a graph does: every position as if it were a row of its own."""
+        return self._run_layers(positions, np.ones(positions.shape[1], np.int64))
+
+    def _sample(
+        self, batch: DeviceBatch, logits: Tensor, device_slots: Tensor, places: Tensor, masks: Callable[[], MaskBatch]
+    ) -> Tensor:
+        """Tokens of the sampled rows, [R]; rows with a mask in a second launch."""
+        slots = batch.slots[batch.sampled]
+        if not batch.is_waiting.any():
+            return self._sampling.sample(logits, slots, places, None)
+        tokens = torch.zeros_like(device_slots)
+        free, waiting = np.flatnonzero(~batch.is_waiting), np.flatnonzero(batch.is_waiting)
+        if free.size:
+            index = to_device(free, logits.device)
+            tokens[index] = self._sampling.sample(logits[index], slots[free], places[index], None)
+        allowed = self._masks(slots[waiting], masks())
+        index = to_device(waiting, logits.device)
+        tokens[index] = self._sampling.sample(logits[index], slots[waiting], places[index], allowed)
+        return tokens
+
+    def _masks(self, slots: Ints, masks: MaskBatch) -> Tensor:
+        """Masks in the order of `slots`, [rows, V] bool."""
+        came = unpack_int32(masks.slots).tolist()
+        if sorted(came) != sorted(slots.tolist()):
+            raise ProtocolError(f"masks for the slots {sorted(slots.tolist())} were expected, {sorted(came)} came")
+        vocab_size = self._limits.vocab_size
+        num_bytes = len(came) * 4 * -(-vocab_size // 32)
+        if len(masks.bits) != num_bytes:
+            raise ProtocolError(f"{num_bytes} bytes of masks were expected, {len(masks.bits)} came")
+        allowed = unpack_masks(masks.bits, len(came), vocab_size, torch.device("cpu")).numpy()
+        is_empty = ~allowed.any(-1)
+        if is_empty.any():
+            raise ProtocolError(f"the mask of slot {came[int(is_empty.argmax())]} allows no token")
+        return to_device(allowed[[came.index(slot) for slot in slots.tolist()]], self._ops.device)
 
     def _load(self, report: Callable[[int, int], None]) -> Ready:
         config = self._config
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         try:
-            ops = select_ops(config.accelerator, batch_invariant=config.batch_invariant, dtype=config.dtype)
+            ops = select_ops(
+                config.accelerator, batch_invariant=config.batch_invariant, dtype=config.dtype, rank=config.rank
+            )
         except UnknownAccelerator as error:
             raise WorkerFault("unsupported_model", str(error)) from None
-        checkpoint = open_checkpoint(Path(config.model))
+        checkpoint = open_checkpoint(Path(config.model), config.load_format)
+        self._ops = ops
+        self._graphs: GraphLadder | None = None
         with torch.inference_mode():
-            self._ops, self._model = ops, load_model(checkpoint, ops, config.max_model_len, report)
-            self._limits = _limits(config, self._model)
+            self._model = load_model(checkpoint, ops, config.max_model_len, report)
+            self._limits = _limits(config, self._model, ops)
             self._cache = PagedKVCache(self._model.cache_shape, self._limits.num_blocks, config.block_size, ops.device)
             self._slots = SlotState(self._limits, ops.device)
+            self._ledger = SlotLedger(self._limits)
             self._sampling = SamplingState(self._slots.tokens)
+            self._clock = QueueClock(ops.device) if ops.device.type == "cuda" else None
+            if self._limits.ladder:
+                self._graphs = GraphLadder(self._limits.ladder, self._run_flat, config.num_slots, ops.device)
         return Ready(
             epoch=config.epoch,
             rank=config.rank,
@@ -97,61 +212,32 @@ class ModelRunner:
             slot_bytes=self._slots.slot_bytes,
             replay_tokens=0,
             weights_version=checkpoint.version,
-            device=_describe(ops),
+            device=_describe(ops, self._graphs),
         )
 
-    def _forward(self, batch: DeviceBatch) -> Tensor:
-        """Logits of the sampled rows, [R, V]."""
-        starts, counts = self._slots.starts(batch).tolist(), batch.counts.tolist()
-        tokens, positions, cache_indices = self._slots.gather(batch, self._cache.null_index)
-        attention = self._ops.plan_attention(
-            starts,
-            counts,
-            self._slots.tables(batch),
-            block_size=self._limits.block_size,
-            group_size=self._model.group_size,
-            num_positions=batch.num_positions,
-        )
-        last = np.cumsum(batch.counts)[batch.sampled] - 1
-        sampled = torch.from_numpy(last).to(self._ops.device)
-        return self._model.forward(Positions(tokens, positions, cache_indices, attention, sampled), self._cache)
 
-    def _sample(self, batch: DeviceBatch, logits: Tensor, wait_for_masks: Callable[[], MaskBatch]) -> Tensor:
-        """Tokens of the sampled rows, [R]; rows with a mask in a second launch."""
-        slots = batch.slots[batch.sampled]
-        tokens = torch.zeros(len(slots), dtype=torch.int64, device=logits.device)
-        free, waiting = np.flatnonzero(~batch.is_waiting), np.flatnonzero(batch.is_waiting)
-        if free.size:
-            self._launch(slots, free, logits, tokens, None)
-        if waiting.size:
-            self._launch(slots, waiting, logits, tokens, self._masks(slots[waiting], wait_for_masks()))
-        return tokens
+class _QueuedStep:
+    """A `PendingStep` whose results are on their way."""
 
-    def _launch(self, slots: Ints, part: Ints, logits: Tensor, tokens: Tensor, allowed: Tensor | None) -> None:
-        index = torch.from_numpy(part).to(logits.device)
-        is_all = len(part) == len(slots)
-        positions = torch.from_numpy(self._slots.lengths(slots[part])).to(logits.device)
-        chosen = self._sampling.sample(logits if is_all else logits[index], slots[part], positions, allowed)
-        tokens[index] = chosen
-        self._slots.store(slots[part], chosen)
+    def __init__(self, results: Callable[[], StepOutput], timing: Callable[[], StepTimes]) -> None:
+        self._results = results
+        self._timing = timing
 
-    def _masks(self, slots: Ints, masks: MaskBatch) -> Tensor:
-        """Masks in the order of `slots`, [rows, V] bool."""
-        came = unpack_int32(masks.slots).tolist()
-        if sorted(came) != sorted(slots.tolist()):
-            raise ProtocolError(f"masks for the slots {sorted(slots.tolist())} were expected, {sorted(came)} came")
-        vocab_size = self._limits.vocab_size
-        num_bytes = len(came) * 4 * -(-vocab_size // 32)
-        if len(masks.bits) != num_bytes:
-            raise ProtocolError(f"{num_bytes} bytes of masks were expected, {len(masks.bits)} came")
-        allowed = unpack_masks(masks.bits, len(came), vocab_size, self._ops.device)
-        is_empty = ~allowed.any(-1)
-        if bool(is_empty.any()):
-            raise ProtocolError(f"the mask of slot {came[int(is_empty.nonzero()[0])]} allows no token")
-        return allowed[[came.index(slot) for slot in slots.tolist()]]
+    def wait(self) -> tuple[StepOutput, StepTimes | None]:
+        return self._results(), self._timing()
 
 
-def _limits(config: WorkerConfig, model: Llama) -> Limits:
+def _inputs(batch: DeviceBatch, null_slot: int) -> list[Ints]:
+    num_real = len(batch.row_of)
+    positions = np.zeros((2, batch.num_positions), np.int64)  # slots, offsets
+    positions[0] = null_slot
+    positions[0, :num_real] = batch.slots[batch.row_of]
+    positions[1, :num_real] = batch.offset_of
+    last = np.cumsum(batch.counts)[batch.sampled] - 1
+    return [positions, batch.slots, batch.slots[batch.sampled], last]
+
+
+def _limits(config: WorkerConfig, model: Llama, ops: Ops) -> Limits:
     block_bytes = model.cache_shape.position_bytes * config.block_size
     num_blocks = config.num_blocks or config.kv_cache_bytes // block_bytes
     if not num_blocks and config.kv_cache_bytes:
@@ -159,7 +245,8 @@ def _limits(config: WorkerConfig, model: Llama) -> Limits:
         raise WorkerFault("out_of_memory", text)
     if not num_blocks:
         most_useful = config.num_slots * -(-model.max_len // config.block_size)
-        num_blocks = max(1, min(most_useful, DEFAULT_KV_BYTES // block_bytes))
+        num_blocks = max(1, min(most_useful, _spare_bytes(ops) // block_bytes))
+    has_graphs = ops.device.type == "cuda" and config.cuda_graphs
     return Limits(
         num_slots=config.num_slots,
         num_blocks=num_blocks,
@@ -167,11 +254,21 @@ def _limits(config: WorkerConfig, model: Llama) -> Limits:
         max_len=model.max_len,
         vocab_size=model.vocab_size,
         max_batch_positions=config.max_batch_positions,
+        ladder=ladder(min(max(config.num_slots, MIN_LADDER), config.max_batch_positions)) if has_graphs else (),
     )
 
 
-def _describe(ops: Ops) -> str:
+def _spare_bytes(ops: Ops) -> int:
+    """For KV blocks, where the configuration leaves it to us."""
+    if ops.device.type != "cuda":
+        return DEFAULT_KV_BYTES
+    free_bytes, total_bytes = torch.cuda.mem_get_info(ops.device)
+    return max(int(free_bytes - GPU_RESERVE * total_bytes), 0)
+
+
+def _describe(ops: Ops, graphs: GraphLadder | None) -> str:
     if ops.device.type == "cuda":
-        return f"{torch.cuda.get_device_name()}, {ops.arithmetic}"
+        how = "no graphs" if graphs is None else f"{len(graphs)} graphs"
+        return f"{torch.cuda.get_device_name(ops.device)}, {ops.arithmetic}, {how}"
     invariance = ", row-invariant" if ops.is_batch_invariant else ""
     return f"CPU, {torch.get_num_threads()} threads, {ops.arithmetic}{invariance}"

@@ -1,7 +1,7 @@
 """The seam between the worker's shell and what computes a step. Knows nothing of sockets, processes or torch.
 
-The shell calls `build` on its host thread while the device thread is inside `run` of the step before: `build` may
-touch only the plan and buffers of its own; the state of the slots belongs to `run`.
+The shell calls `build` on its host thread while the device thread is inside `launch` of the step before: what `build`
+keeps in mind must be its own; the state on the device belongs to `launch`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,13 @@ from deepinfer_protocol import MaskBatch, Ready, StepPlan
 BatchT = TypeVar("BatchT")
 
 
+class StepTimes(NamedTuple):
+    """As `StepResult` has them."""
+
+    device_us: int
+    idle_us: int
+
+
 class StepOutput(NamedTuple):
     """The columns of a `StepResult` (see there)."""
 
@@ -21,6 +28,16 @@ class StepOutput(NamedTuple):
     tokens: bytes
     logprob_ids: bytes = b""
     logprobs: bytes = b""
+
+
+class PendingStep(Protocol):
+    """A step that the device has been given."""
+
+    def wait(self) -> tuple[StepOutput, StepTimes | None]:
+        """What came out, once the device is done; called once, from any thread.
+
+        The times are the device's own; `None`: it had no clock, and was busy while `launch` ran.
+        """
 
 
 class WorkerFault(Exception):
@@ -37,11 +54,24 @@ class Runner(Protocol, Generic[BatchT]):
     def load(self, report: Callable[[int, int], None]) -> Ready:
         """Load the weights, size the caches; `report(done_bytes, total_bytes)` now and then. Raises `WorkerFault`."""
 
-    def build(self, plan: StepPlan) -> BatchT:
-        """Host thread: everything of the step that needs no state of the device. Raises `ProtocolError`."""
+    @property
+    def is_queued(self) -> bool:
+        """`launch` returns before the device is done, and takes the next step meanwhile. Known after `load`."""
 
-    def run(self, batch: BatchT, wait_for_masks: Callable[[], MaskBatch]) -> StepOutput:
+    def build(self, plan: StepPlan) -> BatchT:
+        """Host thread, in the order of the plans: all of the step that needs no device. Raises `ProtocolError`."""
+
+    def launch(self, batch: BatchT, wait_for_masks: Callable[[], MaskBatch]) -> PendingStep:
         """Device thread: retire, admit, append, forward, sample, in the order of the steps.
 
         Rows marked `WAITS_FOR_MASK` are sampled in a second launch, after `wait_for_masks()` has returned.
         """
+
+
+class DoneStep(NamedTuple):
+    """A `PendingStep` of a device that finishes within `launch`."""
+
+    output: StepOutput
+
+    def wait(self) -> tuple[StepOutput, StepTimes | None]:
+        return self.output, None

@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from deepinfer_workers.checkpoint import TensorInfo, bad_file, unsupported
+from deepinfer_workers.config_file import config_architecture, read_config, read_json
 
-MAX_CONFIG_BYTES: Final = 1 << 20
 MAX_INDEX_BYTES: Final = 64 << 20
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -33,9 +33,7 @@ class SafetensorsFolder:
 
     def __init__(self, path: Path) -> None:
         self.name = path.name
-        self.metadata: Mapping[str, Any] = MappingProxyType(_read_json(path / "config.json", MAX_CONFIG_BYTES))
-        if "auto_map" in self.metadata:
-            raise unsupported(self.name, "config.json names code in its folder (auto_map), and such code is not run")
+        self.metadata: Mapping[str, Any] = MappingProxyType(read_config(path))
         shards = _shards(path)
         self._files = {shard: _open(path / shard) for shard in sorted(set(shards.values()))} if shards else {}
         if not self._files:
@@ -55,8 +53,7 @@ class SafetensorsFolder:
 
     @property
     def architecture(self) -> str:
-        names = self.metadata.get("architectures")
-        return f"hf:{names[0] if isinstance(names, list) and names else names}"
+        return config_architecture(self.metadata)
 
     def read(self, name: str) -> Tensor:
         tensor: Tensor = self._files[self._shard_of[name]].get_tensor(name)
@@ -74,7 +71,7 @@ def _shards(path: Path) -> dict[str, str]:
     """Tensor -> file, from the index; empty without one."""
     if not (path / INDEX).is_file():
         return {}
-    weight_map = _read_json(path / INDEX, MAX_INDEX_BYTES).get("weight_map")
+    weight_map = read_json(path / INDEX, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise bad_file(INDEX, "a weight_map from tensors to files was expected")
     for shard in set(weight_map.values()):
@@ -88,16 +85,3 @@ def _open(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError, ValueError) as error:
         raise bad_file(path.name, f"no readable safetensors file: {error}") from None
-
-
-def _read_json(path: Path, max_bytes: int) -> dict[str, Any]:
-    try:
-        size = path.stat().st_size
-        if size > max_bytes:
-            raise bad_file(path.name, f"at most {max_bytes} bytes were expected, {size} came")
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise bad_file(path.name, f"cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise bad_file(path.name, f"a JSON object was expected, {type(content).__name__} came")
-    return content

@@ -1,7 +1,9 @@
 """The shell of a worker process: plans in, results out, one thread for the host and one for the device.
 
     host thread     receive, decode, build batch N+1      send result N
-    device thread                 run batch N  ───────────────┘
+    device thread              launch batch N  ───────────────┘
+
+A device with a queue of its own is given step N+1 while it computes step N: then a third thread waits for the results.
 
 Knows nothing of models: a `Runner` computes the steps.
 """
@@ -13,6 +15,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -34,8 +37,8 @@ from deepinfer_protocol import (
     encode,
     wire_version,
 )
-from deepinfer_protocol.limits import MAX_MESSAGE_BYTES, MAX_TEXT_CHARACTERS
-from deepinfer_workers.runner import Runner, WorkerFault
+from deepinfer_protocol.limits import INT32_MAX, MAX_MESSAGE_BYTES, MAX_TEXT_CHARACTERS
+from deepinfer_workers.runner import PendingStep, Runner, StepOutput, StepTimes, WorkerFault
 
 _SEND_TIMEOUT_MS = 2000
 
@@ -138,10 +141,15 @@ class _Device:
         self._runner = runner
         self._config = config
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._launched: SimpleQueue[tuple[_Job, PendingStep] | None] = SimpleQueue()
         self._frames: deque[bytes] = deque()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
-        self._thread.start()
+        targets = [self._launch_all, self._collect_all] if runner.is_queued else [self._compute_all]
+        self._threads = [
+            threading.Thread(target=self._guard, args=(target,), name="device", daemon=True) for target in targets
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def put(self, job: _Job) -> None:
         self._jobs.put(job)
@@ -149,7 +157,8 @@ class _Device:
     def stop(self) -> None:
         """Finish what is queued."""
         self._jobs.put(None)
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
     def take_frames(self) -> list[bytes]:
         """Results that are ready. Raises what the runner raised."""
@@ -164,27 +173,46 @@ class _Device:
             frames.append(self._frames.popleft())
         return frames
 
-    def _run(self) -> None:
+    def _guard(self, target: Callable[[], None]) -> None:
         try:
-            ended_ns = time.perf_counter_ns()
-            while (job := self._jobs.get()) is not None:
-                idle_ns = max(job.arrived_ns - ended_ns, 0)
-                ended_ns = self._run_one(job, idle_ns)
+            target()
         except BaseException as error:  # told to the engine by the host thread
             self._error = error
+            self._launched.put(None)
             self._ring()
 
-    def _run_one(self, job: _Job, idle_ns: int) -> int:
-        started_ns = time.perf_counter_ns()
-        output = self._runner.run(job.batch, partial(self._masks_for, job.step_id))
+    def _compute_all(self) -> None:
+        """A device that computes within `launch`: its times are taken here."""
         ended_ns = time.perf_counter_ns()
+        while (job := self._jobs.get()) is not None:
+            idle_ns = max(job.arrived_ns - ended_ns, 0)
+            started_ns = time.perf_counter_ns()
+            output, times = self._launch(job).wait()
+            ended_ns = time.perf_counter_ns()
+            self._finish(job, output, times or StepTimes((ended_ns - started_ns) // 1000, idle_ns // 1000))
+
+    def _launch_all(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            self._launched.put((job, self._launch(job)))
+        self._launched.put(None)
+
+    def _collect_all(self) -> None:
+        while (launched := self._launched.get()) is not None:
+            job, pending = launched
+            output, times = pending.wait()
+            self._finish(job, output, times or StepTimes(0, 0))
+
+    def _launch(self, job: _Job) -> PendingStep:
+        return self._runner.launch(job.batch, partial(self._masks_for, job.step_id))
+
+    def _finish(self, job: _Job, output: StepOutput, times: StepTimes) -> None:
         result = StepResult(
             epoch=self._config.epoch,
             step_id=job.step_id,
             rank=self._config.rank,
             host_us=job.host_us,
-            device_us=(ended_ns - started_ns) // 1000,
-            idle_us=min(idle_ns // 1000, 2**31 - 1),
+            device_us=min(times.device_us, INT32_MAX),
+            idle_us=min(times.idle_us, INT32_MAX),
             rows=output.rows,
             tokens=output.tokens,
             logprob_ids=output.logprob_ids,
@@ -192,7 +220,6 @@ class _Device:
         )
         self._frames.append(encode(result))
         self._ring()
-        return ended_ns
 
     def _masks_for(self, step_id: int) -> MaskBatch:
         masks = self.masks.get()

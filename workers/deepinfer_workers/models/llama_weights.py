@@ -89,30 +89,48 @@ class LlamaWeights:
 
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
         config = self._config
-        hidden, queries = config.hidden_size, config.num_heads * config.head_dim
-        keys = config.num_kv_heads * config.head_dim
-        layer_shapes: dict[str, tuple[int, ...]] = {
-            "input_layernorm": (hidden,),
-            "post_attention_layernorm": (hidden,),
-            "self_attn.q_proj": (queries, hidden),
-            "self_attn.k_proj": (keys, hidden),
-            "self_attn.v_proj": (keys, hidden),
-            "self_attn.o_proj": (hidden, queries),
-            "mlp.gate_proj": (config.ffn_size, hidden),
-            "mlp.up_proj": (config.ffn_size, hidden),
-            "mlp.down_proj": (hidden, config.ffn_size),
-        }
-        shapes: dict[str, tuple[int, ...]] = {
-            self._stored("model.embed_tokens"): (config.vocab_size, hidden),
-            self._stored("model.norm"): (hidden,),
-        }
-        if not self.is_tied:
-            shapes[self._stored("lm_head")] = (config.vocab_size, hidden)
+        shapes = {self._stored(name): shape for name, shape in _model_shapes(config, self.is_tied).items()}
         if self._is_gguf and _ROPE_FACTORS in self._checkpoint.tensors:
             shapes[_ROPE_FACTORS] = (config.head_dim // 2,)
         for layer in range(config.num_layers):
-            shapes |= {self._stored(name, layer): shape for name, shape in layer_shapes.items()}
+            shapes |= {self._stored(name, layer): shape for name, shape in _layer_shapes(config).items()}
         return shapes
+
+
+def random_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """The tensors that a folder with this config.json would hold. Raises `WorkerFault`."""
+    config = LlamaConfig.read(checkpoint)
+    is_tied = checkpoint.metadata.get("tie_word_embeddings") is True
+    shapes = {f"{name}.weight": shape for name, shape in _model_shapes(config, is_tied).items()}
+    for layer in range(config.num_layers):
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in _layer_shapes(config).items()}
+    return shapes
+
+
+def _model_shapes(config: LlamaConfig, is_tied: bool) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens": (config.vocab_size, config.hidden_size),
+        "model.norm": (config.hidden_size,),
+    }
+    if not is_tied:
+        shapes["lm_head"] = (config.vocab_size, config.hidden_size)
+    return shapes
+
+
+def _layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    hidden, queries = config.hidden_size, config.num_heads * config.head_dim
+    keys = config.num_kv_heads * config.head_dim
+    return {
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (config.ffn_size, hidden),
+        "mlp.up_proj": (config.ffn_size, hidden),
+        "mlp.down_proj": (hidden, config.ffn_size),
+    }
 
 
 def _unpermute(weight: Tensor, num_heads: int) -> Tensor:

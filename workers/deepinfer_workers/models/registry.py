@@ -14,6 +14,8 @@ from deepinfer_workers.checkpoint import Checkpoint, bad_file, unsupported
 from deepinfer_workers.gguf_file import GGUFFile
 from deepinfer_workers.models.llama import Llama
 from deepinfer_workers.models.llama_config import LlamaConfig
+from deepinfer_workers.models.llama_weights import random_shapes
+from deepinfer_workers.random_weights import RandomWeights
 from deepinfer_workers.safetensors_folder import SafetensorsFolder
 
 MODELS: Final = {
@@ -23,8 +25,13 @@ MODELS: Final = {
 }
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """The weights at `path`: a GGUF file, a folder with config.json, or a folder with a single GGUF file."""
+def open_checkpoint(path: Path, load_format: str = "auto") -> Checkpoint:
+    """The weights at `path`: a GGUF file, a folder with config.json, or a folder with a single GGUF file.
+
+    `dummy`: random ones in the shapes of the folder's config.json. Raises `WorkerFault`.
+    """
+    if load_format == "dummy":
+        return RandomWeights(path, random_shapes)
     if path.is_file():
         if path.suffix != ".gguf":
             raise bad_file(path.name, "a .gguf file or a folder was expected")

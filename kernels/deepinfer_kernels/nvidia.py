@@ -1,0 +1,193 @@
+"""Operations on an NVIDIA GPU: matrix products by cuBLAS, the rest by Triton kernels. Knows nothing of models.
+
+Same meaning as `reference` and `attention`, in bfloat16 or float32. No function here waits for the device, so all can
+be captured in a CUDA graph. `triton` comes with torch's CUDA builds.
+
+Legend: as in `reference`; `n` tiles of an attention launch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import e, log2
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from deepinfer_kernels import triton_kernels as device
+from deepinfer_kernels.attention import PackedRows
+from deepinfer_kernels.linear import LinearWeight
+
+SHORT_ROW: Final = 8
+"""Rows of at most this many positions (decode, drafts) attend position by position; longer ones in tiles."""
+FLAT_STEP: Final = 64
+"""In a step of at most this many positions every row does."""
+MIN_LANES: Final = 16  # the fewest rows of a tensor core product
+TILE_LANES: Final = 64
+KEYS: Final = 64
+MAX_SPLITS: Final = 16
+WANTED_PROGRAMS: Final = 264  # two for each of 132 multiprocessors
+HEADS_AT_ONCE: Final = 8
+MAX_BLOCK: Final = 1024
+
+
+class Launch(NamedTuple):
+    """Tiles of one width."""
+
+    firsts: Tensor
+    """[n]: the first position of each tile, as an index into the step."""
+    sizes: Tensor | None
+    """[n]: its positions; `None`: one each."""
+    width: int
+    splits: int
+
+
+@dataclass(frozen=True)
+class CudaAttentionPlan:
+    """How the attention of one step is launched, the same for all layers."""
+
+    rows: PackedRows
+    launches: list[Launch]
+    block_size: int
+    group_size: int
+
+
+def is_flat(counts: np.ndarray[tuple[int], np.dtype[np.int64]]) -> bool:
+    """Rows of these sizes attend position by position: what is launched depends on the padded step size alone."""
+    return int(counts.sum()) <= FLAT_STEP or int(counts.max()) <= SHORT_ROW
+
+
+def plan_attention(rows: PackedRows, *, block_size: int, group_size: int, num_kv: int) -> CudaAttentionPlan:
+    """Short rows position by position, long ones in tiles."""
+    num_positions = rows.positions.shape[0]
+    if is_flat(rows.counts):
+        every = torch.arange(num_positions, device=rows.positions.device)
+        launches = [Launch(every, None, 1, _num_splits(num_positions * num_kv))]
+    else:
+        launches = _mixed_launches(rows, max(1, TILE_LANES // triton.next_power_of_2(group_size)), num_kv)
+    return CudaAttentionPlan(rows, launches, block_size, group_size)
+
+
+def paged_attention(queries: Tensor, keys: Tensor, values: Tensor, plan: CudaAttentionPlan) -> Tensor:
+    """`queries` [T, H, D] on the caches `keys`, `values` [K, positions, D] of a layer: [T, H * D]."""
+    num_positions, num_heads, dim = queries.shape
+    out = queries.new_empty(num_positions, num_heads * dim)
+    for launch in plan.launches:
+        _attend(queries, keys, values, out, plan, launch)
+    return out
+
+
+def pack_linear(weight: Tensor, dtype: torch.dtype) -> LinearWeight:
+    """`weight` [F, C] as cuBLAS takes it."""
+    return LinearWeight(weight.to(dtype), torch.nn.functional.linear, ())
+
+
+def project(x: Tensor, weight: LinearWeight) -> Tensor:
+    """Logits: `x` [T, C] times the transposed weight [V, C], kept in float32: [T, V]."""
+    if x.dtype == torch.float32:
+        return torch.nn.functional.linear(x, weight.packed)
+    return torch.mm(x, weight.packed.t(), out_dtype=torch.float32)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As the reference; reduced in float32."""
+    num_rows, width = x.shape
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(width)
+    device.rms_norm_kernel[(num_rows,)](x, weight, out, width, eps, BLOCK=block, num_warps=_num_warps(block))
+    return out
+
+
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """As the reference; the sum is rounded before it is normed."""
+    num_rows, width = x.shape
+    total, out = torch.empty_like(x), torch.empty_like(x)
+    block = triton.next_power_of_2(width)
+    device.add_rms_norm_kernel[(num_rows,)](
+        x, delta, weight, total, out, width, eps, BLOCK=block, num_warps=_num_warps(block)
+    )
+    return total, out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """As the reference; computed in float32."""
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(num_rows, width)
+    block = min(MAX_BLOCK, triton.next_power_of_2(width))
+    device.silu_mul_kernel[(num_rows, triton.cdiv(width, block))](gate_up, out, width, BLOCK=block)
+    return out
+
+
+def rotate_and_cache(heads: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, indices: Tensor) -> Tensor:
+    """As the reference; turned in float32."""
+    num_rows, num_all, dim = heads.shape
+    num_kv, half = keys.shape[0], dim // 2
+    num_heads = num_all - 2 * num_kv
+    queries = heads.new_empty(num_rows, num_heads, dim)
+    device.rotate_and_cache_kernel[(num_rows, triton.cdiv(num_all, HEADS_AT_ONCE))](
+        heads, cos, sin, queries, keys, values, indices, num_heads, num_kv, keys.stride(0),
+        HALF=half, HALF_BLOCK=triton.next_power_of_2(half), HEADS=HEADS_AT_ONCE,
+    )  # fmt: skip
+    return queries
+
+
+def _attend(
+    queries: Tensor, keys: Tensor, values: Tensor, out: Tensor, plan: CudaAttentionPlan, launch: Launch
+) -> None:
+    num_positions, num_heads, dim = queries.shape
+    num_kv, num_tiles, splits = keys.shape[0], launch.firsts.shape[0], launch.splits
+    group_block = triton.next_power_of_2(plan.group_size)
+    group_block = max(group_block, MIN_LANES // launch.width)
+    parts, peaks, totals = out, out, out
+    if splits > 1:
+        parts = queries.new_empty(num_positions * num_heads * splits, dim, dtype=torch.float32)
+        peaks, totals = parts.new_empty(2, num_positions * num_heads * splits).unbind(0)
+    rows = plan.rows
+    device.attend_kernel[(num_tiles, num_kv, splits)](
+        queries, keys, values, parts, peaks, totals,
+        launch.firsts, launch.firsts if launch.sizes is None else launch.sizes, rows.slots, rows.positions, rows.tables,
+        dim**-0.5 * log2(e), keys.stride(0), rows.tables.stride(0), num_heads,
+        BLOCK_SIZE=plan.block_size, GROUP=plan.group_size, GROUP_BLOCK=group_block, WIDTH=launch.width,
+        DIM=dim, DIM_BLOCK=max(MIN_LANES, triton.next_power_of_2(dim)), KEYS=KEYS, SPLITS=splits,
+        PRECISION="ieee", num_warps=4,
+    )  # fmt: skip
+    if splits > 1:
+        device.combine_kernel[(num_tiles, num_heads)](
+            parts, peaks, totals, launch.firsts, out, num_heads,
+            DIM=dim, DIM_BLOCK=triton.next_power_of_2(dim), SPLITS=splits, SPLITS_BLOCK=triton.next_power_of_2(splits),
+            num_warps=1,
+        )  # fmt: skip
+
+
+def _mixed_launches(rows: PackedRows, width: int, num_kv: int) -> list[Launch]:
+    counts = rows.counts
+    firsts = np.cumsum(counts) - counts
+    is_long = counts > SHORT_ROW
+    tiles_per_row = -(-counts[is_long] // width)
+    index_in_row = np.arange(tiles_per_row.sum()) - np.repeat(np.cumsum(tiles_per_row) - tiles_per_row, tiles_per_row)
+    tile_firsts = np.repeat(firsts[is_long], tiles_per_row) + index_in_row * width
+    tile_sizes = np.minimum(np.repeat(counts[is_long], tiles_per_row) - index_in_row * width, width)
+    short = counts[~is_long]
+    singles = np.repeat(firsts[~is_long] - (np.cumsum(short) - short), short) + np.arange(short.sum())
+    target = rows.positions.device
+    num_tiles, num_singles = len(tile_firsts), len(singles)
+    packed = torch.from_numpy(np.concatenate((tile_firsts, tile_sizes, singles)))
+    if target.type == "cuda":
+        packed = packed.pin_memory().to(target, non_blocking=True)
+    launches = [Launch(packed[:num_tiles], packed[num_tiles : 2 * num_tiles], width, 1)]
+    if num_singles:
+        launches.append(Launch(packed[2 * num_tiles :], None, 1, _num_splits(num_singles * num_kv)))
+    return launches
+
+
+def _num_splits(num_programs: int) -> int:
+    """Into how many parts the keys are cut, so that few rows fill the device as well. A power of two."""
+    wanted: int = triton.next_power_of_2(-(-WANTED_PROGRAMS // num_programs))
+    return min(wanted, MAX_SPLITS)
+
+
+def _num_warps(block: int) -> int:
+    return min(max(block // 256, 1), 8)

@@ -1,0 +1,167 @@
+"""Device code in Triton. Launched by `nvidia`, which says what the arguments are.
+
+Reductions run in float32. A row's result depends on its own sequence and on the launch's constants only.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rms_norm_kernel(x, weight, out, width, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * width
+    at = tl.arange(0, BLOCK)
+    is_in = at < width
+    values = tl.load(x + row + at, mask=is_in, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(values * values, 0) / width + eps)
+    gain = tl.load(weight + at, mask=is_in, other=0.0).to(tl.float32)
+    tl.store(out + row + at, values * scale * gain, mask=is_in)
+
+
+@triton.jit
+def add_rms_norm_kernel(x, delta, weight, total, out, width, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * width
+    at = tl.arange(0, BLOCK)
+    is_in = at < width
+    values = tl.load(x + row + at, mask=is_in, other=0.0).to(tl.float32)
+    values += tl.load(delta + row + at, mask=is_in, other=0.0).to(tl.float32)
+    # The norm is of what is kept, rounding included.
+    kept = values.to(total.dtype.element_ty)
+    tl.store(total + row + at, kept, mask=is_in)
+    values = kept.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(values * values, 0) / width + eps)
+    gain = tl.load(weight + at, mask=is_in, other=0.0).to(tl.float32)
+    tl.store(out + row + at, values * scale * gain, mask=is_in)
+
+
+@triton.jit
+def silu_mul_kernel(gate_up, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_in = at < width
+    gate = tl.load(gate_up + row * 2 * width + at, mask=is_in, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + at, mask=is_in, other=0.0).to(tl.float32)
+    tl.store(out + row * width + at, gate / (1.0 + tl.exp(-gate)) * up, mask=is_in)
+
+
+@triton.jit
+def rotate_and_cache_kernel(
+    heads, cos, sin, queries, keys, values, indices,
+    num_heads, num_kv, kv_stride, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """A position's heads, `HEADS` at a time: queries are turned, keys turned and cached, values cached."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    at = tl.arange(0, HALF_BLOCK)[None, :]
+    num_all = num_heads + 2 * num_kv
+    is_in = (head < num_all) & (at < HALF)
+    source = heads + (row * num_all + head) * 2 * HALF + at
+    first = tl.load(source, mask=is_in, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=is_in, other=0.0).to(tl.float32)
+    is_turned = head < num_heads + num_kv
+    c = tl.where(is_turned, tl.load(cos + row * HALF + at, mask=at < HALF, other=0.0), 1.0)
+    s = tl.where(is_turned, tl.load(sin + row * HALF + at, mask=at < HALF, other=0.0), 0.0)
+    low = first * c - second * s
+    high = second * c + first * s
+
+    is_query = is_in & (head < num_heads)
+    target = queries + (row * num_heads + head) * 2 * HALF + at
+    tl.store(target, low, mask=is_query)
+    tl.store(target + HALF, high, mask=is_query)
+
+    index = tl.load(indices + row)
+    is_key = is_in & (head >= num_heads) & is_turned
+    target = keys + (head - num_heads) * kv_stride + index * 2 * HALF + at
+    tl.store(target, low, mask=is_key)
+    tl.store(target + HALF, high, mask=is_key)
+    is_value = is_in & (head >= num_heads + num_kv)
+    target = values + (head - num_heads - num_kv) * kv_stride + index * 2 * HALF + at
+    tl.store(target, low, mask=is_value)
+    tl.store(target + HALF, high, mask=is_value)
+
+
+@triton.jit
+def attend_kernel(
+    queries, keys, values, out, peaks, totals, firsts, sizes, slots, positions, tables,
+    scale, kv_stride, table_stride, num_heads,
+    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of up to `WIDTH` consecutive positions of a sequence, one kv head, one of `SPLITS` parts of its keys.
+
+    With one part the output is final; else it is a sum with its peak and total, for `combine_kernel`.
+    """
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    first = tl.load(firsts + tile)
+    size = tl.load(sizes + tile) if WIDTH > 1 else 1
+    slot = tl.load(slots + first)
+    start = tl.load(positions + first)
+
+    lane = tl.arange(0, WIDTH * GROUP_BLOCK)  # position in the tile, then head in the group
+    offset = lane // GROUP_BLOCK
+    member = lane % GROUP_BLOCK
+    is_real = (offset < size) & (member < GROUP)
+    head = kv_head * GROUP + member
+    dim = tl.arange(0, DIM_BLOCK)
+    rows = (first + offset).to(tl.int64) * num_heads + head
+    q = tl.load(queries + rows[:, None] * DIM + dim[None, :], mask=is_real[:, None] & (dim < DIM)[None, :], other=0.0)
+
+    num_keys = start + size
+    part = tl.cdiv(tl.cdiv(num_keys, SPLITS), KEYS) * KEYS
+    low = split * part
+    high = tl.minimum(low + part, num_keys)
+    last = start + offset  # the last key that a lane may see
+    peak = tl.full([WIDTH * GROUP_BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([WIDTH * GROUP_BLOCK], tl.float32)
+    acc = tl.zeros([WIDTH * GROUP_BLOCK, DIM_BLOCK], tl.float32)
+    head_keys = keys + kv_head * kv_stride
+    head_values = values + kv_head * kv_stride
+    for begin in range(low, high, KEYS):
+        key = begin + tl.arange(0, KEYS)
+        is_key = key < high
+        block = tl.load(tables + slot * table_stride + key // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+        at = (block * BLOCK_SIZE + key % BLOCK_SIZE)[:, None] * DIM + dim[None, :]
+        is_loaded = is_key[:, None] & (dim < DIM)[None, :]
+        k = tl.load(head_keys + at, mask=is_loaded, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        scores = tl.where(is_key[None, :] & (key[None, :] <= last[:, None]), scores, float("-inf"))
+        raised = tl.maximum(peak, tl.max(scores, 1))
+        # A lane that has seen no key yet has a peak of minus infinity: keep the difference finite.
+        safe = tl.where(raised == float("-inf"), 0.0, raised)
+        weights = tl.exp2(scores - safe[:, None])
+        decay = tl.exp2(peak - safe)
+        total = total * decay + tl.sum(weights, 1)
+        v = tl.load(head_values + at, mask=is_loaded, other=0.0)
+        acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        peak = raised
+
+    is_stored = is_real[:, None] & (dim < DIM)[None, :]
+    if SPLITS == 1:
+        tl.store(out + rows[:, None] * DIM + dim[None, :], acc / total[:, None], mask=is_stored)
+    else:
+        places = rows * SPLITS + split
+        tl.store(out + places[:, None] * DIM + dim[None, :], acc, mask=is_stored)
+        tl.store(peaks + places, peak, mask=is_real)
+        tl.store(totals + places, total, mask=is_real)
+
+
+@triton.jit
+def combine_kernel(
+    parts, peaks, totals, firsts, out, num_heads,
+    DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, SPLITS: tl.constexpr, SPLITS_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The parts of one position and head, added up in the order of the keys."""
+    row = tl.load(firsts + tl.program_id(0)).to(tl.int64) * num_heads + tl.program_id(1)
+    split = tl.arange(0, SPLITS_BLOCK)
+    is_in = split < SPLITS
+    dim = tl.arange(0, DIM_BLOCK)
+    peak = tl.load(peaks + row * SPLITS + split, mask=is_in, other=float("-inf"))
+    weight = tl.exp2(peak - tl.max(peak, 0))
+    total = tl.sum(weight * tl.load(totals + row * SPLITS + split, mask=is_in, other=0.0), 0)
+    places = (row * SPLITS + split)[:, None] * DIM + dim[None, :]
+    acc = tl.load(parts + places, mask=is_in[:, None] & (dim < DIM)[None, :], other=0.0)
+    tl.store(out + row * DIM + dim, tl.sum(acc * weight[:, None], 0) / total, mask=dim < DIM)

@@ -1,0 +1,97 @@
+"""The GPU's operations against the reference. `TRITON_INTERPRET=1` runs them without a GPU, where triton is there."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from deepinfer_kernels import Ops, reference, select_ops
+from doubles.paged import Paged, rand
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [torch.float32, torch.bfloat16]
+# Of results of size one: a few units in the last place that is kept.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def ops(request: pytest.FixtureRequest) -> Ops:
+    name = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[request.param]
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return select_ops("nvidia", batch_invariant=False, dtype=name)
+    from deepinfer_kernels import nvidia
+
+    return replace(
+        select_ops("cpu", batch_invariant=False),
+        dtype=request.param,
+        rms_norm=nvidia.rms_norm,
+        add_rms_norm=nvidia.add_rms_norm,
+        rotate_and_cache=nvidia.rotate_and_cache,
+        silu_mul=nvidia.silu_mul,
+        plan_attention=nvidia.plan_attention,
+        paged_attention=nvidia.paged_attention,
+    )
+
+
+def near(ops: Ops, found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(
+        found.cpu().double(), expected.double(), rtol=TOLERANCE[ops.dtype], atol=TOLERANCE[ops.dtype]
+    )
+
+
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 1), (3, 48), (77, 576), (5, 4096), (2, 1000)])
+def test_row_operations(ops: Ops, num_rows: int, width: int) -> None:
+    x, delta, gate_up = (rand(num_rows, size, seed=i).to(ops.dtype) for i, size in enumerate((width, width, 2 * width)))
+    weight = rand(width, seed=5)
+    on = [tensor.to(ops.device) for tensor in (x, delta, gate_up, weight)]
+    near(ops, ops.rms_norm(on[0], on[3], 1e-5), reference.rms_norm(x.float(), weight, 1e-5))
+    total, normed = ops.add_rms_norm(on[0], on[1], on[3], 1e-5)
+    near(ops, total, x + delta)
+    near(ops, normed, reference.rms_norm((x + delta).float(), weight, 1e-5))
+    near(ops, ops.silu_mul(on[2]), reference.silu_mul(gate_up.float()))
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv", "dim"), [(9, 3, 64), (32, 8, 128), (1, 1, 2), (6, 2, 80)])
+def test_rotate_and_cache(ops: Ops, num_heads: int, num_kv: int, dim: int) -> None:
+    heads = rand(21, num_heads + 2 * num_kv, dim).to(ops.dtype)
+    cos, sin = rand(2, 21, dim // 2, seed=1).unbind(0)
+    at = torch.from_numpy(np.random.default_rng(0).permutation(48)[:21])
+    found = torch.zeros(2, num_kv, 48, dim, dtype=ops.dtype, device=ops.device)
+    turns = cos.to(ops.device), sin.to(ops.device)
+    queries = ops.rotate_and_cache(heads.to(ops.device), *turns, found[0], found[1], at.to(ops.device))
+    expected = torch.zeros(2, num_kv, 48, dim)
+    near(ops, queries, reference.rotate_and_cache(heads.float(), cos, sin, expected[0], expected[1], at))
+    near(ops, found, expected)
+
+
+@pytest.mark.parametrize(
+    ("num_kv", "group", "dim", "block_size"),
+    [(3, 3, 64, 16), (2, 4, 16, 16), (1, 1, 32, 1), (1, 17, 32, 48), (2, 8, 128, 64), (1, 4, 80, 256)],
+)
+def test_paged_attention(ops: Ops, num_kv: int, group: int, dim: int, block_size: int) -> None:
+    """Prompts in tiles, single positions in one part and in many, both in one step, several rows of a slot."""
+    paged = Paged(ops, [200, 1, 64, 65, 130], num_kv, group, dim, block_size)
+    steps: list[tuple[list[int], list[int], list[int]]] = [
+        ([0, 1, 2, 3, 4], [0] * 5, [200, 1, 64, 65, 130]),
+        ([4, 1, 3, 0], [129, 0, 33, 63], [1, 1, 32, 3]),
+        ([0], [199], [1]),
+        ([0, 3, 2], [100, 64, 0], [70, 1, 5]),
+        ([0, 4], [120, 100], [8, 6]),
+    ]
+    for rows, starts, counts in steps:
+        for part, row, start, count in zip(paged.attend(rows, starts, counts), rows, starts, counts, strict=True):
+            near(ops, part, paged.expected(row)[start : start + count])
+
+
+def test_a_step_is_flat_when_its_launches_depend_on_its_size_alone() -> None:
+    from deepinfer_kernels import nvidia
+
+    assert nvidia.is_flat(np.ones(300, np.int64))
+    assert nvidia.is_flat(np.array([40, 1, 8]))
+    assert not nvidia.is_flat(np.array([9] + [1] * 64))
