@@ -11,12 +11,10 @@ from torch import Tensor
 class Download:
     """Copies of device tensors that a second stream makes while the first goes on with the next step."""
 
-    def __init__(self, tensors: Sequence[Tensor], copy_stream: torch.cuda.Stream) -> None:
-        """`tensors` are the work of the current stream, queued so far."""
+    def __init__(self, tensors: Sequence[Tensor], computed: torch.cuda.Event, copy_stream: torch.cuda.Stream) -> None:
+        """`tensors` hold what they shall from the event `computed` on."""
         self._sources = tensors  # alive until the copy is done: the allocator knows nothing of the other stream
         self._done = torch.cuda.Event(blocking=True)
-        computed = torch.cuda.Event()
-        computed.record()
         with torch.cuda.stream(copy_stream):
             computed.wait()
             self._copies = [

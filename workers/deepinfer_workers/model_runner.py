@@ -23,7 +23,7 @@ from deepinfer_workers.kv import PagedKVCache
 from deepinfer_workers.ledger import SlotLedger
 from deepinfer_workers.models.llama import Llama, Positions
 from deepinfer_workers.models.registry import load_model, open_checkpoint
-from deepinfer_workers.queue_clock import QueueClock
+from deepinfer_workers.queue_clock import QueueClock, Timing
 from deepinfer_workers.runner import DoneStep, PendingStep, StepOutput, StepTimes, WorkerFault
 from deepinfer_workers.sampler import unpack_masks
 from deepinfer_workers.sampling_state import SamplingState
@@ -90,7 +90,8 @@ class ModelRunner:
             return DoneStep(self._compute(built, wait_for_masks).to_output())
         with self._clock.step() as timing:
             results = self._compute(built, wait_for_masks)
-        return _QueuedStep(results.download(self._clock.copy_stream), timing)
+            timing.end()
+            return _QueuedStep(results.download(timing.ended, self._clock.copy_stream), timing)
 
     def _compute(self, built: BuiltStep, wait_for_masks: Callable[[], MaskBatch]) -> StepResults:
         batch = built.batch
@@ -219,12 +220,12 @@ class ModelRunner:
 class _QueuedStep:
     """A `PendingStep` whose results are on their way."""
 
-    def __init__(self, results: Callable[[], StepOutput], timing: Callable[[], StepTimes]) -> None:
+    def __init__(self, results: Callable[[], StepOutput], timing: Timing) -> None:
         self._results = results
         self._timing = timing
 
     def wait(self) -> tuple[StepOutput, StepTimes | None]:
-        return self._results(), self._timing()
+        return self._results(), self._timing.read()
 
 
 def _inputs(batch: DeviceBatch, null_slot: int) -> list[Ints]:

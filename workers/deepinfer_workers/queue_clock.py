@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from deepinfer_workers.runner import StepTimes
+
+
+class Timing:
+    """One step on the compute stream."""
+
+    def __init__(self, before: torch.cuda.Event) -> None:
+        self._before = before
+        self._started = _mark()
+        self.ended: torch.cuda.Event
+
+    def end(self) -> None:
+        """All of the step's work is queued."""
+        self.ended = _mark()
+
+    def read(self) -> StepTimes:
+        """Waits for the step's end."""
+        self.ended.synchronize()
+        return StepTimes(_elapsed_us(self._started, self.ended), _elapsed_us(self._before, self._started))
 
 
 class QueueClock:
@@ -17,21 +35,22 @@ class QueueClock:
         self._stream = torch.cuda.Stream(device)
         self.copy_stream = torch.cuda.Stream(device)
         torch.cuda.synchronize(device)  # whatever was done on other streams so far
-        self._last = self._mark()
+        with torch.cuda.stream(self._stream):
+            self._last = _mark()
 
     @contextmanager
-    def step(self) -> Iterator[Callable[[], StepTimes]]:
-        """Work inside goes to the compute stream; the times can be asked for when it is done."""
+    def step(self) -> Iterator[Timing]:
+        """Work inside goes to the compute stream. Whoever enters calls `end` before the exit."""
         with torch.cuda.stream(self._stream):
-            before, started, ended = self._last, self._mark(), torch.cuda.Event(enable_timing=True)
-            self._last = ended
-            yield lambda: StepTimes(_elapsed_us(started, ended), _elapsed_us(before, started))
-            ended.record()
+            timing = Timing(self._last)
+            yield timing
+            self._last = timing.ended
 
-    def _mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(self._stream)
-        return event
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _elapsed_us(start: torch.cuda.Event, end: torch.cuda.Event) -> int:

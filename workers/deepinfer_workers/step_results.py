@@ -39,14 +39,14 @@ class StepResults:
         nothing = torch.empty(0, dtype=torch.int64)
         return cls(None, nothing, nothing)
 
-    def download(self, copy_stream: torch.cuda.Stream) -> Callable[[], StepOutput]:
-        """Starts the way to the host; what comes back waits for its end."""
+    def download(self, computed: torch.cuda.Event, copy_stream: torch.cuda.Stream) -> Callable[[], StepOutput]:
+        """Starts the way to the host, from the event `computed` on; what comes back waits for its end."""
         if self.batch is None:
             return self.to_output
         tensors = [self.lengths, self.tokens]
         if self.logprobs is not None:
             tensors += [self.logprobs.ids, self.logprobs.values]
-        return partial(self._after, Download(tensors, copy_stream))
+        return partial(self._after, Download(tensors, computed, copy_stream))
 
     def to_output(self) -> StepOutput:
         """The columns; the tensors are on the host."""
