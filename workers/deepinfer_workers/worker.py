@@ -71,6 +71,12 @@ class Worker:
         """Load, then answer plans. Raises `WorkerFault`, `ProtocolError`, or what the runner raises."""
         self._send(runner.load(self._report))
         device = _Device(runner, self._config)
+        try:
+            self._serve_plans(runner, device)
+        finally:
+            device.close()
+
+    def _serve_plans(self, runner: Runner[Any], device: _Device) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(device.wakeup.fileno(), zmq.POLLIN)
@@ -160,6 +166,13 @@ class _Device:
         for thread in self._threads:
             thread.join()
 
+    def close(self) -> None:
+        """The end, also after an error; a step that hangs in the device is left to the end of the process."""
+        self._jobs.put(None)
+        self._launched.put(None)
+        self.wakeup.close()
+        self._bell.close()
+
     def take_frames(self) -> list[bytes]:
         """Results that are ready. Raises what the runner raised."""
         try:
@@ -230,8 +243,8 @@ class _Device:
     def _ring(self) -> None:
         try:
             self._bell.send(b"\0")
-        except BlockingIOError:
-            pass  # it rings already
+        except OSError:
+            pass  # it rings already, or nobody listens any more
 
 
 __all__ = ["Worker", "WorkerFault"]
