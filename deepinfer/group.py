@@ -61,6 +61,8 @@ class WorkerGroup:
             fake_vocab_size=config.fake_vocab_size,
             fake_check_stamps=config.fake_check_stamps,
             dtype=config.dtype,
+            load_format=config.load_format,
+            cuda_graphs=config.cuda_graphs,
         )
 
     async def wait_ready(self, timeout_s: float, report: ProgressReport | None = None) -> list[Ready]:
