@@ -43,8 +43,8 @@ test: $(DEV_READY) ## the tests that need no GPU and little time
 test-full: $(DEV_READY) ## all tests that need no GPU
 	@$(PY) -m pytest -m "not gpu"
 
-test-gpu: $(DEV_READY) ## the tests that need a GPU
-	@$(PY) -m pytest -m gpu
+test-gpu: $(DEV_READY) ## the tests that need a GPU, each by name
+	@$(PY) -m pytest -v -m gpu
 
 bench: $(DEV_READY) ## what a streamed token costs the host, as JSON
 	@$(PY) benchmarks/host_overhead.py --json
