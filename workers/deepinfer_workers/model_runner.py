@@ -21,10 +21,11 @@ from deepinfer_workers.models.llama import Llama, Positions
 from deepinfer_workers.models.registry import load_model, open_checkpoint
 from deepinfer_workers.runner import StepOutput, WorkerFault
 from deepinfer_workers.sampler import unpack_masks
-from deepinfer_workers.sampling_state import SamplingState
+from deepinfer_workers.sampling_state import PromptPositions, SamplingState
 from deepinfer_workers.slots import SlotState
 
 DEFAULT_KV_BYTES: Final = 1 << 30
+NO_LOGPROBS: Final = (b"", b"", b"")
 _INT32: Final = np.dtype("<i4")
 
 
@@ -57,17 +58,21 @@ class ModelRunner:
         self._sampling.admit(batch.admissions)
         if not batch.slots.size:
             return StepOutput(b"", b"")
-        logits = self._forward(batch)
+        wanted = self._sampling.prompt_positions(batch.slots, self._slots.starts(batch), batch.counts)
+        logits = self._forward(batch, wanted)
+        prompt_logits, logits = logits[len(batch.sampled) :], logits[: len(batch.sampled)]
         lengths = self._slots.advance(batch)
         tokens = self._sample(batch, logits, wait_for_masks)
         logprobs = self._sampling.logprobs(logits, tokens, batch.slots[batch.sampled])
+        prompt_logprobs = None if wanted is None else self._sampling.prompt_logprobs(prompt_logits, wanted)
         num_tokens = np.zeros_like(batch.slots)
         num_tokens[batch.sampled] = 1
         columns = np.concatenate((batch.slots, batch.generations, lengths, num_tokens))
         return StepOutput(
             columns.astype(_INT32).tobytes(),
             tokens.to("cpu", torch.int32).numpy().astype(_INT32).tobytes(),
-            *(logprobs.to_bytes() if logprobs is not None else (b"", b"")),
+            *(logprobs.to_bytes() if logprobs is not None else NO_LOGPROBS),
+            *(prompt_logprobs.to_bytes() if prompt_logprobs is not None else NO_LOGPROBS),
         )
 
     def _load(self, report: Callable[[int, int], None]) -> Ready:
@@ -84,7 +89,7 @@ class ModelRunner:
             self._limits = _limits(config, self._model)
             self._cache = PagedKVCache(self._model.cache_shape, self._limits.num_blocks, config.block_size, ops.device)
             self._slots = SlotState(self._limits, ops.device)
-            self._sampling = SamplingState(self._slots.tokens)
+            self._sampling = SamplingState(self._slots.tokens, self._limits.vocab_size)
         return Ready(
             epoch=config.epoch,
             rank=config.rank,
@@ -100,8 +105,8 @@ class ModelRunner:
             device=_describe(ops),
         )
 
-    def _forward(self, batch: DeviceBatch) -> Tensor:
-        """Logits of the sampled rows, [R, V]."""
+    def _forward(self, batch: DeviceBatch, wanted: PromptPositions | None) -> Tensor:
+        """Logits of the sampled rows and then of the `wanted` positions of prompts, [R + P, V]."""
         starts, counts = self._slots.starts(batch).tolist(), batch.counts.tolist()
         tokens, positions, cache_indices = self._slots.gather(batch, self._cache.null_index)
         attention = self._ops.plan_attention(
@@ -113,6 +118,7 @@ class ModelRunner:
             num_positions=batch.num_positions,
         )
         last = np.cumsum(batch.counts)[batch.sampled] - 1
+        last = last if wanted is None else np.concatenate((last, wanted.packed))
         sampled = torch.from_numpy(last).to(self._ops.device)
         return self._model.forward(Positions(tokens, positions, cache_indices, attention, sampled), self._cache)
 
@@ -130,8 +136,9 @@ class ModelRunner:
     def _launch(self, slots: Ints, part: Ints, logits: Tensor, tokens: Tensor, allowed: Tensor | None) -> None:
         index = torch.from_numpy(part).to(logits.device)
         is_all = len(part) == len(slots)
-        positions = torch.from_numpy(self._slots.lengths(slots[part])).to(logits.device)
-        chosen = self._sampling.sample(logits if is_all else logits[index], slots[part], positions, allowed)
+        lengths = self._slots.lengths(slots[part])
+        positions = torch.from_numpy(lengths).to(logits.device)
+        chosen = self._sampling.sample(logits if is_all else logits[index], slots[part], positions, allowed, lengths)
         tokens[index] = chosen
         self._slots.store(slots[part], chosen)
 

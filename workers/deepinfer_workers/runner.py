@@ -21,6 +21,10 @@ class StepOutput(NamedTuple):
     tokens: bytes
     logprob_ids: bytes = b""
     logprobs: bytes = b""
+    logprob_ranks: bytes = b""
+    prompt_logprob_ids: bytes = b""
+    prompt_logprobs: bytes = b""
+    prompt_logprob_ranks: bytes = b""
 
 
 class WorkerFault(Exception):
