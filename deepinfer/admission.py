@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from deepinfer.errors import ContextLengthExceeded, InvalidRequest
-from deepinfer_protocol import SamplingParams, SlotSampling, pack_float32, pack_int32
+from deepinfer_protocol import LogitShaping, SamplingParams, SlotSampling, pack_float32, pack_int32
 from deepinfer_protocol.limits import (
     MAX_BAD_WORD_IDS,
     MAX_BIAS,
@@ -74,9 +74,9 @@ class Admitted(Struct, frozen=True):
     max_length: int
     sampling: list[SlotSampling]
     stop_ids: frozenset[int]
-    told_stop_ids: frozenset[int]
-    """Of these, the ones that the user named: they are a stop reason."""
     stop_strings: tuple[str, ...]
+    told_stop_ids: frozenset[int] = frozenset()
+    """Of `stop_ids` the ones that the user named: they are a stop reason."""
 
 
 def check_params(params: Any, limits: ModelLimits) -> SamplingParams:
@@ -162,7 +162,6 @@ def admit(
     eos_ids = frozenset(() if params.ignore_eos else limits.eos_token_ids)
     named_ids = frozenset(params.stop_token_ids or ())
     stop_ids = named_ids | eos_ids
-    bias_ids, bias_values, allowed_bits = _choices(params, bad_words, stop_ids, limits.vocab_size)
     sampling = SlotSampling(
         temperature=float(params.temperature),
         top_p=float(params.top_p),
@@ -172,13 +171,7 @@ def admit(
         num_logprobs=-1 if params.logprobs is None else params.logprobs,
         num_prompt=num_prompt,
         min_p=float(params.min_p),
-        repetition_penalty=float(params.repetition_penalty),
-        presence_penalty=float(params.presence_penalty),
-        frequency_penalty=float(params.frequency_penalty),
-        bias_ids=bias_ids,
-        bias_values=bias_values,
-        allowed_bits=allowed_bits,
-        bad_words=_pack_words([word for word in bad_words if len(word) > 1]),
+        shaping=_shaping(params, bad_words, stop_ids, limits.vocab_size),
     )
     samplings = [replace(sampling, seed=seed) for seed in _sample_seeds(params)]
     if params.prompt_logprobs is not None:  # the samples have one prompt: the first computes it
@@ -330,6 +323,23 @@ def _check_bad_words(words: Any, limits: ModelLimits) -> None:
             _check_ids(field, word, MAX_STOP_CHARACTERS, limits.vocab_size)
             if not len(word):
                 raise InvalidRequest(field, "a word without tokens")
+
+
+def _shaping(
+    params: SamplingParams, bad_words: Sequence[Sequence[int]], stop_ids: frozenset[int], vocab_size: int
+) -> LogitShaping | None:
+    """`None` if there is nothing to do. Raises `InvalidRequest`."""
+    bias_ids, bias_values, allowed_bits = _choices(params, bad_words, stop_ids, vocab_size)
+    shaping = LogitShaping(
+        repetition_penalty=float(params.repetition_penalty),
+        presence_penalty=float(params.presence_penalty),
+        frequency_penalty=float(params.frequency_penalty),
+        bias_ids=bias_ids,
+        bias_values=bias_values,
+        allowed_bits=allowed_bits,
+        bad_words=_pack_words([word for word in bad_words if len(word) > 1]),
+    )
+    return None if shaping == LogitShaping() else shaping
 
 
 def _choices(

@@ -27,6 +27,7 @@ from deepinfer.admission import (
 )
 from deepinfer.core import EngineCore
 from deepinfer.errors import DeepInferError, EngineClosed, EngineError, InvalidRequest
+from deepinfer.migrating import plain_prompt
 from deepinfer.request import Request
 from deepinfer.stream import Mailbox, Source
 from deepinfer.text import TextPipeline
@@ -38,7 +39,8 @@ INLINE_STRINGS: Final = 32
 CHARACTERS_PER_TOKEN: Final = 4
 """What text weighs in the queue until it is encoded."""
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or a mapping with `prompt` or `prompt_token_ids`."""
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -89,6 +91,8 @@ class Intake:
             "skips_prefix_cache": params.skip_reading_prefix_cache,
             "user": mailbox,
         }
+        if isinstance(prompt, Mapping):
+            prompt = plain_prompt(prompt)
         if (prompt is None) == (messages is None):
             raise InvalidRequest("prompt", "give a prompt or messages, and not both")
         mailbox.num_unfinished = params.n

@@ -44,7 +44,7 @@ class Completion(Struct, dict=True):
     """One entry a token of the prompt, the first `None`, if they were asked for."""
 
     def attach(self, source: Source | None) -> None:
-        """What the samples go on from. It is the request's own, not a copy, and no field: it is not compared or sent."""
+        """What the samples go on from: the request's own, not a copy. It is no field: it is not compared or encoded."""
         self.__dict__["source"] = source
 
     @property
@@ -123,7 +123,7 @@ class LogprobView(NamedTuple):
     """`None` without a tokenizer."""
 
 
-class SampleView(NamedTuple):
+class SampleView(Struct, frozen=True):
     """A sample, as vLLM's CompletionOutput has it."""
 
     index: int

@@ -28,10 +28,10 @@ from deepinfer_protocol.limits import (
 )
 from deepinfer_protocol.messages import (
     AnyMessage,
+    LogitShaping,
     MaskBatch,
     RowFlag,
     SlotAdmit,
-    SlotSampling,
     StepPlan,
     StepResult,
     WorkerConfig,
@@ -139,34 +139,29 @@ def _check_admit(admit: SlotAdmit) -> None:
         raise ProtocolError(f"admitted at length {admit.length} with {num_tokens} tokens: none is left to compute")
     if admit.sampling.num_prompt > num_tokens:
         raise ProtocolError(f"a prompt of {admit.sampling.num_prompt} tokens, {num_tokens} tokens came")
-    _check_sampling(admit.sampling)
+    _check_columns("admit stop_ids", admit.sampling.stop_ids, 1, MAX_LENGTH)
+    _check_range("admit stop id", admit.sampling.stop_ids, 0)
+    if admit.sampling.shaping is not None:
+        _check_shaping(admit.sampling.shaping)
 
 
-def _check_sampling(sampling: SlotSampling) -> None:
-    _check_columns("admit stop_ids", sampling.stop_ids, 1, MAX_LENGTH)
-    _check_range("admit stop id", sampling.stop_ids, 0)
-    if sampling.bias_ids or sampling.bias_values:
-        _check_bias(sampling)
-    if len(sampling.allowed_bits) % 4:
-        raise ProtocolError(f"allowed_bits: {len(sampling.allowed_bits)} bytes are no whole words")
-    if sampling.bad_words:
-        _check_columns("bad_words", sampling.bad_words, 1, MAX_LENGTH)
-        _check_range("bad word", sampling.bad_words, 0)
-        try:
-            split_words(sampling.bad_words)
-        except ValueError as error:
-            raise ProtocolError(f"bad_words: {error}") from None
-
-
-def _check_bias(sampling: SlotSampling) -> None:
-    _check_columns("bias_ids", sampling.bias_ids, 1, MAX_BIAS_IDS)
-    _check_range("bias id", sampling.bias_ids, 0)
-    _check_unique("a token has two biases", sampling.bias_ids)
-    if len(sampling.bias_values) != len(sampling.bias_ids):
+def _check_shaping(shaping: LogitShaping) -> None:
+    _check_columns("bias_ids", shaping.bias_ids, 1, MAX_BIAS_IDS)
+    _check_range("bias id", shaping.bias_ids, 0)
+    _check_unique("a token has two biases", shaping.bias_ids)
+    if len(shaping.bias_values) != len(shaping.bias_ids):
         raise ProtocolError("bias_ids and bias_values differ in length")
-    for value in unpack_float32(sampling.bias_values):
+    for value in unpack_float32(shaping.bias_values):
         if not (-MAX_BIAS <= value <= MAX_BIAS or value == -inf):
             raise ProtocolError(f"bias: {value} came, {-MAX_BIAS} to {MAX_BIAS} or minus infinity is allowed")
+    if len(shaping.allowed_bits) % 4:
+        raise ProtocolError(f"allowed_bits: {len(shaping.allowed_bits)} bytes are no whole words")
+    _check_columns("bad_words", shaping.bad_words, 1, MAX_LENGTH)
+    _check_range("bad word", shaping.bad_words, 0)
+    try:
+        split_words(shaping.bad_words)
+    except ValueError as error:
+        raise ProtocolError(f"bad_words: {error}") from None
 
 
 def _check_result(result: StepResult) -> None:

@@ -60,6 +60,26 @@ class Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, 
     """Base of every message: a msgpack array, its kind first, then the fields by position."""
 
 
+class LogitShaping(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """What is done to the logits of one slot before its temperature. Most slots have none of it."""
+
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
+    """Of tokens in the prompt or the output: positive logits are divided by it, others multiplied."""
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    """Taken off the logits of tokens in the output."""
+    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    """Taken off the logits of tokens in the output, once for each time."""
+    bias_ids: Annotated[bytes, Meta(max_length=4 * MAX_BIAS_IDS)] = b""
+    """int32 LE, rising."""
+    bias_values: Annotated[bytes, Meta(max_length=4 * MAX_BIAS_IDS)] = b""
+    """float32 LE, one an id: added to its logit. Minus infinity bans it."""
+    allowed_bits: Annotated[bytes, Meta(max_length=MAX_MASK_BYTES)] = b""
+    """One bit a token, as in a `MaskBatch`: no other token is sampled. Empty: all may be."""
+    bad_words: Annotated[bytes, Meta(max_length=4 * MAX_BAD_WORD_IDS)] = b""
+    """int32 LE: for each word its length and its token ids. The last one is not sampled where the output ends with
+    the others."""
+
+
 class SlotSampling(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """How the device samples one slot. The counter-based noise of position `p` is f(seed, p)."""
 
@@ -80,23 +100,9 @@ class SlotSampling(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """How many of the admission's tokens are the prompt; those behind them were generated before a preemption."""
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     """Tokens less probable than this times the most probable one are not sampled."""
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
-    """Of tokens in the prompt or the output: positive logits are divided by it, others multiplied."""
-    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
-    """Taken off the logits of tokens in the output."""
-    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
-    """Taken off the logits of tokens in the output, once for each time."""
-    bias_ids: Annotated[bytes, Meta(max_length=4 * MAX_BIAS_IDS)] = b""
-    """int32 LE, rising."""
-    bias_values: Annotated[bytes, Meta(max_length=4 * MAX_BIAS_IDS)] = b""
-    """float32 LE, one an id: added to its logit. Minus infinity bans it."""
-    allowed_bits: Annotated[bytes, Meta(max_length=MAX_MASK_BYTES)] = b""
-    """One bit a token, as in a `MaskBatch`: no other token is sampled. Empty: all may be."""
-    bad_words: Annotated[bytes, Meta(max_length=4 * MAX_BAD_WORD_IDS)] = b""
-    """int32 LE: for each word its length and its token ids. The last one is not sampled where the output ends with
-    the others."""
     num_prompt_logprobs: Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)] = -1
     """-1: none; k: as `num_logprobs`, of every prompt token whose position before it is computed."""
+    shaping: LogitShaping | None = None
 
 
 class SlotAdmit(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):

@@ -13,6 +13,7 @@ from math import inf
 from typing import Final, NamedTuple
 
 from deepinfer_protocol import (
+    LogitShaping,
     MaskBatch,
     ProtocolError,
     Ready,
@@ -47,7 +48,18 @@ class FakeBatch(NamedTuple):
 class _Slot:
     """What the device knows of one sequence."""
 
-    __slots__ = ("allowed", "bad_words", "banned", "blocks", "generation", "length", "sampling", "stop_ids", "tokens")
+    __slots__ = (
+        "allowed",
+        "bad_words",
+        "banned",
+        "blocks",
+        "generation",
+        "length",
+        "sampling",
+        "shaping",
+        "stop_ids",
+        "tokens",
+    )
 
     def __init__(self, admit: SlotAdmit) -> None:
         self.generation = admit.generation
@@ -56,10 +68,11 @@ class _Slot:
         self.blocks = list(unpack_int32(admit.block_ids))
         self.sampling: SlotSampling = admit.sampling
         self.stop_ids = frozenset(unpack_int32(admit.sampling.stop_ids))
-        self.bad_words = [word.tolist() for word in split_words(admit.sampling.bad_words)]
-        biases = zip(unpack_int32(admit.sampling.bias_ids), unpack_float32(admit.sampling.bias_values), strict=True)
+        self.shaping = admit.sampling.shaping or LogitShaping()
+        self.bad_words = [word.tolist() for word in split_words(self.shaping.bad_words)]
+        biases = zip(unpack_int32(self.shaping.bias_ids), unpack_float32(self.shaping.bias_values), strict=True)
         self.banned = frozenset(token for token, bias in biases if bias == -inf)
-        bits = admit.sampling.allowed_bits
+        bits = self.shaping.allowed_bits
         self.allowed = int.from_bytes(bits, "little") if bits else None
 
     @property
@@ -220,7 +233,7 @@ class FakeRunner:
         masks = (mask, state.allowed)
         if state.sampling.temperature > 0:
             prefix_hash ^= state.sampling.seed
-        if state.sampling.presence_penalty:  # a token depends on what is output and what is prompt
+        if state.shaping.presence_penalty:  # a token depends on what is output and what is prompt
             prefix_hash ^= len(state.output) * _FNV_PRIME
         mixed = ((prefix_hash ^ (prefix_hash >> 29)) * 0xBF58476D1CE4E5B9) & _MASK64
         token = (mixed >> 24) % vocab_size

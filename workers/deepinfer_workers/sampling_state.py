@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepinfer_protocol import ProtocolError, SlotSampling, split_words
+from deepinfer_protocol import LogitShaping, ProtocolError, SlotSampling, split_words
 from deepinfer_workers import sampler
 from deepinfer_workers.batch import Admission, Ints
 from deepinfer_workers.sampler import TopRows, best_logprobs, sample_warm, unpack_masks
@@ -49,6 +49,9 @@ PASSING: Final = Feature.MIN_LENGTH | Feature.BAD_WORDS
 """Bans that come and go with the output."""
 SHAPED: Final = STATIC | PASSING | Feature.PENALTIES
 """Changes logits before the temperature."""
+
+
+_NO_SHAPING: Final = LogitShaping()
 
 
 @dataclass(frozen=True)
@@ -118,12 +121,13 @@ class _Columns:
         packed = np.zeros((1 + len(self.INTS + self.FLOATS), len(slots)), np.int64)
         packed[0] = slots
         for index, sampling in enumerate(samplings):
+            shaping = sampling.shaping or _NO_SHAPING
             packed[1 : 1 + len(self.INTS), index] = (
                 sampling.top_k, sampling.seed, sampling.min_length, sampling.num_prompt,
             )  # fmt: skip
             packed.view(np.float64)[1 + len(self.INTS) :, index] = (
                 sampling.temperature, sampling.top_p, _log(sampling.min_p),
-                sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty,
+                shaping.repetition_penalty, shaping.presence_penalty, shaping.frequency_penalty,
             )  # fmt: skip
         on_device = to_device(packed, self._ints.device)
         self._ints.index_copy_(1, on_device[0], on_device[1:])
@@ -357,31 +361,30 @@ def _logprobs(logits: Tensor, tokens: Tensor, counts: Ints) -> Logprobs:
 def _features(sampling: SlotSampling) -> Feature:
     top_few = 0 < sampling.top_k <= sampler.NUM_CANDIDATES
     top_many = not top_few and (sampling.top_k > 0 or sampling.top_p < 1)
-    has_penalties = (
-        sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
-    )
+    shaping = sampling.shaping or _NO_SHAPING
+    penalties = shaping.repetition_penalty, shaping.presence_penalty, shaping.frequency_penalty
     used = {
         Feature.WARM: sampling.temperature > 0,
         Feature.TOP_FEW: top_few,
         Feature.TOP_MANY: top_many,
         Feature.MIN_P: sampling.min_p > 0,
-        Feature.PENALTIES: has_penalties,
-        Feature.BIAS: bool(sampling.bias_ids),
-        Feature.ALLOWED: bool(sampling.allowed_bits),
+        Feature.PENALTIES: penalties != (1.0, 0.0, 0.0),
+        Feature.BIAS: bool(shaping.bias_ids),
+        Feature.ALLOWED: bool(shaping.allowed_bits),
         Feature.MIN_LENGTH: sampling.min_length > 0,
-        Feature.BAD_WORDS: bool(sampling.bad_words),
+        Feature.BAD_WORDS: bool(shaping.bad_words),
     }
     return Feature(sum(feature for feature, is_used in used.items() if is_used))
 
 
 def _tables(admission: Admission, vocab_size: int, device: torch.device) -> SlotTables:
     """Raises `ProtocolError`."""
-    sampling = admission.sampling
-    words = split_words(sampling.bad_words)
+    shaping = admission.sampling.shaping or _NO_SHAPING
+    words = split_words(shaping.bad_words)
     lengths = [len(word) - 1 for word in words]
     columns = [
         admission.stop_ids,
-        np.frombuffer(sampling.bias_ids, "<i4").astype(np.int64),
+        np.frombuffer(shaping.bias_ids, "<i4").astype(np.int64),
         np.array([token for word in words for token in word[:-1]], np.int64),
         np.array([offset for length in lengths for offset in range(length, 0, -1)], np.int64),
         np.repeat(np.arange(len(words)), lengths),
@@ -392,11 +395,11 @@ def _tables(admission: Admission, vocab_size: int, device: torch.device) -> Slot
         if ids.size and ids.max() >= vocab_size:
             raise ProtocolError(f"{where}: {name}: token {ids.max()} came, 0 to {vocab_size - 1} is allowed")
     num_bytes = 4 * -(-vocab_size // 32)
-    if len(sampling.allowed_bits) not in (0, num_bytes):
-        raise ProtocolError(f"{where}: {len(sampling.allowed_bits)} bytes of allowed tokens, {num_bytes} were expected")
+    if len(shaping.allowed_bits) not in (0, num_bytes):
+        raise ProtocolError(f"{where}: {len(shaping.allowed_bits)} bytes of allowed tokens, {num_bytes} were expected")
     allowed = torch.empty(0, dtype=torch.bool, device=device)
-    if sampling.allowed_bits:
-        [allowed] = unpack_masks(sampling.allowed_bits, 1, vocab_size, device)
+    if shaping.allowed_bits:
+        [allowed] = unpack_masks(shaping.allowed_bits, 1, vocab_size, device)
     stop_ids, bias_ids, word_tokens, word_offsets, word_of, word_ends = _upload(columns, device)
     return SlotTables(
         stop_ids=stop_ids,
@@ -405,7 +408,7 @@ def _tables(admission: Admission, vocab_size: int, device: torch.device) -> Slot
         word_offsets=word_offsets,
         word_of=word_of,
         word_ends=word_ends,
-        bias_values=to_device(np.frombuffer(sampling.bias_values, "<f4").copy(), device),
+        bias_values=to_device(np.frombuffer(shaping.bias_values, "<f4").copy(), device),
         allowed=allowed,
     )
 
