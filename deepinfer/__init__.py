@@ -26,11 +26,11 @@ from deepinfer.errors import (
     WorkerStartError,
     WrongLoop,
 )
-from deepinfer.result import Completion, Sample
+from deepinfer.migrating import SamplingParams
+from deepinfer.result import Completion, LogprobView, Sample, SampleView
 from deepinfer.stream import Logprob, TokenChunk, TokenLogprob, TokenStream
 from deepinfer.sync import SyncEngine, SyncStream
 from deepinfer_protocol import VERSION as __version__
-from deepinfer_protocol import SamplingParams
 
 __all__ = [
     "Completion",
@@ -46,10 +46,12 @@ __all__ = [
     "ForkedEngine",
     "InvalidRequest",
     "Logprob",
+    "LogprobView",
     "ModelError",
     "ModelFileError",
     "Overloaded",
     "Sample",
+    "SampleView",
     "SamplingParams",
     "SlowConsumer",
     "SyncEngine",

@@ -9,24 +9,45 @@ import math
 import random
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from deepinfer.errors import ContextLengthExceeded, InvalidRequest
-from deepinfer_protocol import SamplingParams, SlotSampling, pack_int32
-from deepinfer_protocol.limits import MAX_LOGPROBS, MAX_STOP_IDS
+from deepinfer_protocol import LogitShaping, SamplingParams, SlotSampling, pack_float32, pack_int32
+from deepinfer_protocol.limits import (
+    MAX_BAD_WORD_IDS,
+    MAX_BIAS,
+    MAX_BIAS_IDS,
+    MAX_LOGPROBS,
+    MAX_MASK_BYTES,
+    MAX_STOP_IDS,
+)
 
 MAX_SAMPLES: Final = 128
 MAX_STOP_STRINGS: Final = 64
 MAX_STOP_CHARACTERS: Final = 1024
 MAX_PRIORITY: Final = 1_000_000
 MAX_TEMPERATURE: Final = 100.0
+MAX_ADDED_PENALTY: Final = 2.0
+MIN_REPETITION_PENALTY: Final = 0.01
+MAX_REPETITION_PENALTY: Final = 100.0
+MAX_BAD_WORDS: Final = 1024
 MAX_TIMEOUT_S: Final = 1e9
+MAX_QUICK_IDS: Final = 1024
+"""Longer lists of tokens are made ready in a thread."""
 SEED_BITS: Final = 63
 MAX_SHOWN: Final = 40
 MAX_SHOWN_BITS: Final = 128  # 39 digits
+_FLAGS: Final = (
+    "ignore_eos",
+    "skip_special_tokens",
+    "detokenize",
+    "include_stop_str_in_output",
+    "skip_reading_prefix_cache",
+)
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _SAMPLE_STRIDE: Final = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the samples of one seed
 
@@ -54,6 +75,8 @@ class Admitted(Struct, frozen=True):
     sampling: list[SlotSampling]
     stop_ids: frozenset[int]
     stop_strings: tuple[str, ...]
+    told_stop_ids: frozenset[int] = frozenset()
+    """Of `stop_ids` the ones that the user named: they are a stop reason."""
 
 
 def check_params(params: Any, limits: ModelLimits) -> SamplingParams:
@@ -72,17 +95,32 @@ def check_params(params: Any, limits: ModelLimits) -> SamplingParams:
     if params.top_p == 0:
         raise InvalidRequest("top_p", "0.0, more than 0 is expected")
     _check_int("top_k", params.top_k, -1, 2**31 - 1)
+    _check_float("min_p", params.min_p, 0.0, 1.0)
+    _check_float("repetition_penalty", params.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
+    for field in ("presence_penalty", "frequency_penalty"):
+        _check_float(field, getattr(params, field), -MAX_ADDED_PENALTY, MAX_ADDED_PENALTY)
     _check_int("n", params.n, 1, MAX_SAMPLES)
-    if params.logprobs is not None:
-        _check_int("logprobs", params.logprobs, 0, min(MAX_LOGPROBS, limits.vocab_size))
+    for field in ("logprobs", "prompt_logprobs"):
+        if getattr(params, field) is not None:
+            _check_int(field, getattr(params, field), 0, min(MAX_LOGPROBS, limits.vocab_size))
     if params.seq_seed is not None:
         _check_int("seq_seed", params.seq_seed, 0, 2**SEED_BITS - 1)
-    for field in ("ignore_eos", "skip_special_tokens", "detokenize"):
+    for field in _FLAGS:
         if not isinstance(getattr(params, field), bool):
             raise InvalidRequest(field, f"{_shown(getattr(params, field))}, True or False is expected")
     _check_stop_ids(params.stop_token_ids, limits.vocab_size)
     _check_stop_strings(params, limits)
+    _check_token_lists(params, limits.vocab_size)
+    _check_bad_words(params.bad_words, limits)
     return params
+
+
+def is_long(params: SamplingParams) -> bool:
+    """Whether making it ready for the device is work that should not keep the loop: text to encode, a long list."""
+    lists = (params.allowed_token_ids, params.banned_token_ids, params.bad_words)
+    return any(ids is not None and len(ids) > MAX_QUICK_IDS for ids in lists) or any(
+        isinstance(word, str) for word in params.bad_words or ()
+    )
 
 
 def check_token_ids(prompt: Any, limits: ModelLimits) -> array[int]:
@@ -101,8 +139,16 @@ def check_token_ids(prompt: Any, limits: ModelLimits) -> array[int]:
     return ids
 
 
-def admit(params: SamplingParams, num_prompt: int, limits: ModelLimits) -> Admitted:
-    """Checked `params` for a prompt of this many tokens. Raises `InvalidRequest`, `ContextLengthExceeded`."""
+def admit(
+    params: SamplingParams,
+    num_prompt: int,
+    limits: ModelLimits,
+    bad_words: Sequence[Sequence[int]] = (),
+) -> Admitted:
+    """Checked `params` for a prompt of this many tokens. Raises `InvalidRequest`, `ContextLengthExceeded`.
+
+    `bad_words` are those of `params` as token ids.
+    """
     if num_prompt == 0:
         raise InvalidRequest("prompt", "is empty, at least one token is expected")
     if num_prompt >= limits.max_length:
@@ -113,7 +159,9 @@ def admit(params: SamplingParams, num_prompt: int, limits: ModelLimits) -> Admit
             "max_tokens",
             f"{num_prompt} prompt tokens and {params.max_tokens} new ones make {wanted}, {limits.max_length} fit",
         )
-    stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else limits.eos_token_ids)
+    eos_ids = frozenset(() if params.ignore_eos else limits.eos_token_ids)
+    named_ids = frozenset(params.stop_token_ids or ())
+    stop_ids = named_ids | eos_ids
     sampling = SlotSampling(
         temperature=float(params.temperature),
         top_p=float(params.top_p),
@@ -121,12 +169,19 @@ def admit(params: SamplingParams, num_prompt: int, limits: ModelLimits) -> Admit
         min_length=num_prompt + params.min_tokens if params.min_tokens else 0,
         stop_ids=pack_int32(sorted(stop_ids)) if params.min_tokens else b"",
         num_logprobs=-1 if params.logprobs is None else params.logprobs,
+        num_prompt=num_prompt,
+        min_p=float(params.min_p),
+        shaping=_shaping(params, bad_words, stop_ids, limits.vocab_size),
     )
+    samplings = [replace(sampling, seed=seed) for seed in _sample_seeds(params)]
+    if params.prompt_logprobs is not None:  # the samples have one prompt: the first computes it
+        samplings[0] = replace(samplings[0], num_prompt_logprobs=params.prompt_logprobs)
     return Admitted(
         max_length=wanted,
-        sampling=[_with_seed(sampling, seed) for seed in _sample_seeds(params)],
+        sampling=samplings,
         stop_ids=stop_ids,
-        stop_strings=(params.stop,) if isinstance(params.stop, str) else tuple(params.stop),
+        told_stop_ids=named_ids - eos_ids,
+        stop_strings=(params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ()),
     )
 
 
@@ -177,6 +232,8 @@ def _shown(value: Any) -> str:
 
 def _check_stop_ids(stop_ids: Any, vocab_size: int) -> None:
     field = "stop_token_ids"
+    if stop_ids is None:
+        return
     if isinstance(stop_ids, (str, bytes)) or not isinstance(stop_ids, Sequence):
         raise InvalidRequest(field, f"a {type(stop_ids).__name__} came, a list of token ids is expected")
     if len(stop_ids) > MAX_STOP_IDS // 2:
@@ -186,7 +243,7 @@ def _check_stop_ids(stop_ids: Any, vocab_size: int) -> None:
 
 
 def _check_stop_strings(params: SamplingParams, limits: ModelLimits) -> None:
-    stops = (params.stop,) if isinstance(params.stop, str) else params.stop
+    stops = () if params.stop is None else (params.stop,) if isinstance(params.stop, str) else params.stop
     if not isinstance(stops, (list, tuple)):
         raise InvalidRequest("stop", f"a {type(stops).__name__} came, a string or a list of strings is expected")
     if len(stops) > MAX_STOP_STRINGS:
@@ -206,25 +263,135 @@ def _too_long(num_prompt: int, limits: ModelLimits) -> ContextLengthExceeded:
     )
 
 
+def _check_token_lists(params: SamplingParams, vocab_size: int) -> None:
+    for field in ("allowed_token_ids", "banned_token_ids"):
+        ids = getattr(params, field)
+        if ids is not None:
+            _check_ids(field, ids, vocab_size, vocab_size)
+    if params.allowed_token_ids is not None and not len(params.allowed_token_ids):
+        raise InvalidRequest("allowed_token_ids", "is empty: no token could be sampled")
+    if params.logit_bias is not None:
+        _check_bias(params.logit_bias, vocab_size)
+
+
+def _check_ids(field: str, ids: Any, max_ids: int, vocab_size: int) -> None:
+    """A list of at most `max_ids` token ids; quick for as many as a vocabulary has."""
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence | array):
+        raise InvalidRequest(field, f"{_shown(ids)}, a list of token ids is expected")
+    if len(ids) > max_ids:
+        raise InvalidRequest(field, f"{len(ids)} ids, at most {max_ids} are expected")
+    try:
+        column = array("i", ids)
+    except (TypeError, OverflowError):
+        raise InvalidRequest(field, f"every token id must be an integer of 0 to {vocab_size - 1}") from None
+    if column and not (min(column) >= 0 and max(column) < vocab_size):
+        wrong = next(token for token in column if not 0 <= token < vocab_size)
+        raise InvalidRequest(field, f"token id {wrong} is not in the vocabulary of 0 to {vocab_size - 1}")
+
+
+def _check_bias(bias: Any, vocab_size: int) -> None:
+    field = "logit_bias"
+    if not isinstance(bias, Mapping):
+        raise InvalidRequest(field, f"{_shown(bias)}, a mapping of token ids to biases is expected")
+    if len(bias) > MAX_BIAS_IDS // 2:
+        raise InvalidRequest(field, f"{len(bias)} ids, at most {MAX_BIAS_IDS // 2} are expected")
+    for token, value in bias.items():
+        # JSON has text for keys.
+        is_text = isinstance(token, str) and len(token) <= MAX_SHOWN and token.isascii() and token.isdigit()
+        _check_int(field, int(token) if is_text else token, 0, vocab_size - 1)
+        _check_float(field, value, -MAX_BIAS, MAX_BIAS)
+    if len({int(token) for token in bias}) < len(bias):
+        raise InvalidRequest(field, "a token has two biases")
+
+
+def _check_bad_words(words: Any, limits: ModelLimits) -> None:
+    field = "bad_words"
+    if words is None:
+        return
+    if not isinstance(words, (list, tuple)):
+        raise InvalidRequest(field, f"{_shown(words)}, a list of words is expected")
+    if len(words) > MAX_BAD_WORDS:
+        raise InvalidRequest(field, f"{len(words)} words, at most {MAX_BAD_WORDS} are expected")
+    for word in words:
+        if isinstance(word, str):
+            if not 1 <= len(word) <= MAX_STOP_CHARACTERS or not word.strip():
+                expected = f"a word of 1 to {MAX_STOP_CHARACTERS} characters is expected"
+                raise InvalidRequest(field, f"{_shown(word)}, {expected}")
+            if not limits.has_tokenizer:
+                raise InvalidRequest(field, "words as text need a tokenizer: give token ids")
+        else:
+            _check_ids(field, word, MAX_STOP_CHARACTERS, limits.vocab_size)
+            if not len(word):
+                raise InvalidRequest(field, "a word without tokens")
+
+
+def _shaping(
+    params: SamplingParams, bad_words: Sequence[Sequence[int]], stop_ids: frozenset[int], vocab_size: int
+) -> LogitShaping | None:
+    """`None` if there is nothing to do. Raises `InvalidRequest`."""
+    bias_ids, bias_values, allowed_bits = _choices(params, bad_words, stop_ids, vocab_size)
+    shaping = LogitShaping(
+        repetition_penalty=float(params.repetition_penalty),
+        presence_penalty=float(params.presence_penalty),
+        frequency_penalty=float(params.frequency_penalty),
+        bias_ids=bias_ids,
+        bias_values=bias_values,
+        allowed_bits=allowed_bits,
+        bad_words=_pack_words([word for word in bad_words if len(word) > 1]),
+    )
+    return None if shaping == LogitShaping() else shaping
+
+
+def _choices(
+    params: SamplingParams, bad_words: Sequence[Sequence[int]], stop_ids: frozenset[int], vocab_size: int
+) -> tuple[bytes, bytes, bytes]:
+    """Which tokens may be sampled, for the device: ids with a bias, their biases, one bit a token that is allowed.
+
+    Bans travel as biases, or as bits where there are many or some tokens only are allowed. Raises `InvalidRequest`
+    where nothing is left.
+    """
+    banned = {int(token) for token in params.banned_token_ids or ()} | {word[0] for word in bad_words if len(word) == 1}
+    allowed = None if params.allowed_token_ids is None else set(params.allowed_token_ids) - banned
+    if allowed is not None and not allowed:
+        raise InvalidRequest("allowed_token_ids", "every token of it is banned: no token could be sampled")
+    if len(banned) >= vocab_size:
+        raise InvalidRequest("banned_token_ids", "every token is banned: no token could be sampled")
+    if params.min_tokens and allowed is not None and allowed <= stop_ids:
+        raise InvalidRequest("min_tokens", f"{params.min_tokens}, every allowed token ends the sample")
+    bits = b""
+    if allowed is not None or len(banned) > MAX_BIAS_IDS // 2:
+        bits = _bits(allowed if allowed is not None else set(range(vocab_size)) - banned, vocab_size)
+        banned = set()
+    biases = {int(token): float(value) for token, value in (params.logit_bias or {}).items()}
+    biases |= dict.fromkeys(banned, -math.inf)
+    ids = sorted(biases)
+    return pack_int32(ids), pack_float32([biases[token] for token in ids]), bits
+
+
+def _bits(tokens: Iterable[int], vocab_size: int) -> bytes:
+    """One bit a token, least significant first, in whole words of 32."""
+    num_bytes = 4 * -(-vocab_size // 32)
+    if num_bytes > MAX_MASK_BYTES:
+        raise InvalidRequest("allowed_token_ids", f"a vocabulary of {vocab_size} tokens is too large for it")
+    digits = bytearray(b"0") * vocab_size
+    for token in tokens:
+        digits[token] = 0x31
+    digits.reverse()
+    return int(digits, 2).to_bytes(num_bytes, "little")
+
+
+def _pack_words(words: Sequence[Sequence[int]]) -> bytes:
+    flat = [number for word in words for number in (len(word), *word)]
+    if len(flat) > MAX_BAD_WORD_IDS:
+        raise InvalidRequest("bad_words", f"{len(flat)} token ids and lengths, at most {MAX_BAD_WORD_IDS} are expected")
+    return pack_int32(flat)
+
+
 def _sample_seeds(params: SamplingParams) -> list[int]:
     """63 bits a sample: of the request's seed, or of the operating system's generator."""
     mask = 2**SEED_BITS - 1
-    if params.seq_seed is None:
-        return (
-            [random.SystemRandom().getrandbits(SEED_BITS) for _ in range(params.n)]
-            if params.temperature
-            else [0] * params.n
-        )
-    return [(params.seq_seed + index * _SAMPLE_STRIDE) & mask for index in range(params.n)]
-
-
-def _with_seed(sampling: SlotSampling, seed: int) -> SlotSampling:
-    return SlotSampling(
-        sampling.temperature,
-        sampling.top_p,
-        sampling.top_k,
-        seed,
-        sampling.min_length,
-        sampling.stop_ids,
-        sampling.num_logprobs,
-    )
+    if params.seq_seed is not None:
+        return [(params.seq_seed + index * _SAMPLE_STRIDE) & mask for index in range(params.n)]
+    if not params.temperature:
+        return [0] * params.n
+    return [random.SystemRandom().getrandbits(SEED_BITS) for _ in range(params.n)]

@@ -77,6 +77,10 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         float, Meta(ge=0, le=1e6, description="A step that takes longer is a lost worker; 0: never.")
     ] = 120.0
     start_timeout_s: Annotated[float, Meta(gt=0, le=1e6, description="How long workers may take to load.")] = 600.0
+    seed: Annotated[
+        int,
+        Meta(ge=-1, le=2**63 - 1, description="Seeds of requests without one come from it, by call; -1: at random."),
+    ] = -1
     cache_dir: Annotated[str, Meta(description="Where pulled models are kept.")] = ""
     runtime_dir: Annotated[str, Meta(description="Where the engine's socket lives, in a folder of its own.")] = ""
     tokenizer: Annotated[str, Meta(description="A model whose tokenizer is used instead of the model's own.")] = ""

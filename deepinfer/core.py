@@ -20,8 +20,8 @@ from deepinfer.errors import DeepInferError, EngineClosed, EngineError, SlowCons
 from deepinfer.link import WorkerLink
 from deepinfer.outbox import Outbox
 from deepinfer.output import OutputText
-from deepinfer.request import FinishReason, Request, Sequence
-from deepinfer.scheduler import Emission, Scheduler, Step, TokenLogprobs
+from deepinfer.request import FinishReason, Request, Sequence, TokenLogprobs
+from deepinfer.scheduler import Emission, Scheduler, Step
 from deepinfer.stream import Logprob, Mailbox, TokenLogprob
 from deepinfer_protocol import AnyMessage, Fault, StepResult
 
@@ -229,8 +229,18 @@ class EngineCore:
             if self._in_flight:
                 self._in_flight[0].started_s = self._clock.time()  # a rank computes its steps one after another
             results = [result for result in done.results if result is not None]
-            self._emit(self.scheduler.apply(done.step, results, self._clock.time()))
+            emissions = self.scheduler.apply(done.step, results, self._clock.time())
+            for rank_step in done.step.ranks:
+                for row in rank_step.prompts:
+                    self._tell_prompt(row.seq.request)
+            self._emit(emissions)
             self._count(results)
+
+    def _tell_prompt(self, request: Request) -> None:
+        """When the last of them is here, the reader may see the log probabilities of its prompt."""
+        mailbox: Mailbox = request.user
+        if request.num_prompt_logprobs_due == 0 and mailbox.prompt_logprobs is None:
+            mailbox.prompt_logprobs = (None, *map(_readable, request.prompt_logprobs))
 
     def _count(self, results: list[StepResult]) -> None:
         stats = self.stats
@@ -260,6 +270,11 @@ class EngineCore:
                     continue
             mailbox: Mailbox = seq.request.user
             if reason is not None:
+                if reason == "stop":
+                    stop = None if output is None else output.stop
+                    mailbox.stop_reasons[seq.sample_index] = (
+                        token if stop is None and token in mailbox.told_stop_ids else stop
+                    )
                 mailbox.num_cached_tokens = seq.request.num_cached_tokens
                 mailbox.num_preemptions = seq.request.num_preemptions
             logprob = None if logprobs is None else _readable(logprobs)
@@ -278,13 +293,13 @@ class EngineCore:
     def _text_of(
         self, seq: Sequence, output: OutputText, token: int | None, reason: FinishReason | None
     ) -> tuple[str, FinishReason | None]:
-        """The text of one more token; a token that ends its sample has none. A stop string may be the end."""
+        """The text of one more token; a token that ends its sample has none, unless asked. A stop string may end it."""
         text = ""
-        if token is not None and reason != "stop":
+        if token is not None and (reason != "stop" or output.keeps_stop):
             text = output.push(token)
-            if output.has_stopped and reason is None:
+            if output.stop is not None and reason is None:
                 self.scheduler.finish(seq, "stop", self._clock.time())
-            if output.has_stopped:
+            if output.stop is not None:
                 reason = "stop"
         return (text, None) if reason is None else (text + output.flush(), reason)
 
@@ -377,4 +392,4 @@ def _again(error: DeepInferError) -> DeepInferError:
 
 def _readable(logprobs: TokenLogprobs) -> TokenLogprob:
     pairs = [Logprob(token_id, value) for token_id, value in zip(logprobs.token_ids, logprobs.values, strict=True)]
-    return TokenLogprob(pairs[0].token_id, pairs[0].logprob, tuple(pairs[1:]))
+    return TokenLogprob(pairs[0].token_id, pairs[0].logprob, tuple(pairs[1:]), logprobs.rank)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import secrets
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,15 +18,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
-from deepinfer.admission import ModelLimits
+from deepinfer.admission import SEED_BITS, ModelLimits
 from deepinfer.catalog import resolve
 from deepinfer.config import EngineConfig, resolve_config
 from deepinfer.core import CoreConfig, CoreStats, EngineCore
-from deepinfer.errors import ConfigError, DeepInferError, EngineClosed, ForkedEngine, WrongLoop
+from deepinfer.errors import ConfigError, DeepInferError, EngineClosed, ForkedEngine, InvalidRequest, WrongLoop
 from deepinfer.group import ProgressReport, WorkerGroup
 from deepinfer.home import CallerLoop, OwnThread, call_threadsafe
 from deepinfer.intake import Intake, Messages, Prompt
 from deepinfer.many import generate_many
+from deepinfer.migrating import rename_options, rename_settings
 from deepinfer.rank import CacheShape
 from deepinfer.result import Completion
 from deepinfer.scheduler import Scheduler, SchedulerConfig, SchedulerStats
@@ -56,7 +58,7 @@ class Engine:
         """Checks the settings; nothing is started or read. Raises `ConfigError`, which names the setting."""
         if model is not None:
             settings["model"] = os.fspath(model)
-        self.config: EngineConfig = resolve_config(settings)
+        self.config: EngineConfig = resolve_config(rename_settings(settings))
         if not self.config.model:
             raise ConfigError("model", "no model: give a name or a path, or set DEEPINFER_HF_MODEL_DIR")
         self._pid = os.getpid()
@@ -128,7 +130,8 @@ class Engine:
         scheduler = Scheduler(_scheduler_config(config), [_shape(rank) for rank in ready], epoch=self._group.epoch)
         self._core = EngineCore(scheduler, self._group.link, self._home.loop, _core_config(config))
         self._core.on_failure = self._group.supervisor.kill
-        self._intake = Intake(self.limits, self._text, self._executor, self._core, self._post)
+        next_seed = None if config.seed < 0 else partial(random.Random(config.seed).getrandbits, SEED_BITS)
+        self._intake = Intake(self.limits, self._text, self._executor, self._core, self._post, next_seed)
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -205,13 +208,27 @@ class Engine:
         priority: int = 0,
         queue_timeout_s: float | None = None,
         timeout_s: float | None = None,
+        **elsewhere: Any,
     ) -> TokenStream:
         """Submit a request, now, and return its stream at once; refusals are raised at the first read.
 
         `prompt` is text or token ids; `messages` (role and content) go through the model's chat template instead.
         Lower `priority` goes first. A request that has not started after `queue_timeout_s`, or not ended after
         `timeout_s`, ends with that as its finish reason. Chunks are deltas, never the text so far.
+
+        `elsewhere`: arguments by the names that other engines have for them (docs/migrating.md).
         """
+        if elsewhere:
+            return self._stream_renamed(
+                elsewhere,
+                prompt=prompt,
+                params=params,
+                messages=messages,
+                request_id=request_id,
+                priority=priority,
+                queue_timeout_s=queue_timeout_s,
+                timeout_s=timeout_s,
+            )
         request_id = secrets.token_hex(8) if request_id is None else request_id
         mailbox = Mailbox(None)
         abort: Callable[[], None] = _do_nothing
@@ -235,6 +252,15 @@ class Engine:
             mailbox.close(error)
         return TokenStream(request_id, mailbox, abort, resume, self.config.max_unread_tokens // 2)
 
+    def _stream_renamed(self, elsewhere: dict[str, Any], **options: Any) -> TokenStream:
+        """`stream` with what came by the names of other engines. Raises `TypeError` for a name that none has."""
+        try:
+            return self.stream(**rename_options(options, elsewhere))
+        except InvalidRequest as error:
+            mailbox = Mailbox(None)
+            mailbox.close(error)
+            return TokenStream(options["request_id"] or "", mailbox, _do_nothing, _do_nothing, 0)
+
     async def generate(
         self, prompt: Prompt | None = None, params: SamplingParams | None = None, **options: Any
     ) -> Completion:
@@ -246,6 +272,8 @@ class Engine:
             completion.num_prompt_tokens = stream.num_prompt_tokens
             completion.num_cached_tokens = stream.num_cached_tokens
             completion.num_preemptions = stream.num_preemptions
+            completion.prompt_token_logprobs = stream.prompt_logprobs
+            completion.attach(stream.source)
             return completion
 
     async def generate_many(

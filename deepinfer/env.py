@@ -34,6 +34,7 @@ ENVIRONMENT_NAMES: Final[Mapping[str, str]] = {
     "slow_consumer_s": "DEEPINFER_SLOW_CONSUMER_S",
     "step_timeout_s": "DEEPINFER_STEP_TIMEOUT_S",
     "start_timeout_s": "DEEPINFER_START_TIMEOUT_S",
+    "seed": "DEEPINFER_SEED",
     "cache_dir": "DEEPINFER_CACHE_DIR",
     "runtime_dir": "DEEPINFER_RUNTIME_DIR",
 }

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
+from msgspec.structs import replace
+
 from deepinfer.admission import (
     Admitted,
     ModelLimits,
@@ -21,11 +23,13 @@ from deepinfer.admission import (
     check_request_id,
     check_timeout,
     check_token_ids,
+    is_long,
 )
 from deepinfer.core import EngineCore
 from deepinfer.errors import DeepInferError, EngineClosed, EngineError, InvalidRequest
+from deepinfer.migrating import plain_prompt
 from deepinfer.request import Request
-from deepinfer.stream import Mailbox
+from deepinfer.stream import Mailbox, Source
 from deepinfer.text import TextPipeline
 from deepinfer_protocol import SamplingParams
 
@@ -35,7 +39,8 @@ INLINE_STRINGS: Final = 32
 CHARACTERS_PER_TOKEN: Final = 4
 """What text weighs in the queue until it is encoded."""
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or a mapping with `prompt` or `prompt_token_ids`."""
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -49,8 +54,13 @@ class Intake:
         executor: ThreadPoolExecutor,
         core: EngineCore,
         post: Callable[[Callable[[Any], None], Any], None],
+        next_seed: Callable[[], int] | None = None,
     ) -> None:
-        """`post(action, argument)` runs an action in the core, in the order of the calls, from any thread."""
+        """`post(action, argument)` runs an action in the core, in the order of the calls, from any thread.
+
+        `next_seed` gives the seed of each request that has none of its own; `None`: the system's generator does.
+        """
+        self._next_seed = next_seed
         self._limits = limits
         self._text = text
         self._executor = executor
@@ -78,12 +88,17 @@ class Intake:
             "arrival_s": now,
             "queue_deadline_s": now + check_timeout("queue_timeout_s", queue_timeout_s),
             "deadline_s": now + check_timeout("timeout_s", timeout_s),
+            "skips_prefix_cache": params.skip_reading_prefix_cache,
             "user": mailbox,
         }
+        if isinstance(prompt, Mapping):
+            prompt = plain_prompt(prompt)
         if (prompt is None) == (messages is None):
             raise InvalidRequest("prompt", "give a prompt or messages, and not both")
         mailbox.num_unfinished = params.n
-        if _is_quick(prompt, messages):
+        if params.seq_seed is None and params.temperature and self._next_seed is not None:
+            params = replace(params, seq_seed=self._next_seed())  # here, where the order of the calls is known
+        if _is_quick(prompt, messages) and not is_long(params):
             return self._submit(request_id, prompt, messages, params, options)
         expected = min(_num_characters(prompt, messages) // CHARACTERS_PER_TOKEN, self._limits.max_length)
         request = Request.unencoded(request_id, params.n, expected, **options)
@@ -94,11 +109,11 @@ class Intake:
     def _submit(
         self, request_id: str, prompt: Prompt | None, messages: Messages | None, params: SamplingParams, options: Any
     ) -> Request:
-        ids = self._encode(prompt, messages)
-        admitted = admit(params, len(ids), self._limits)
+        text, ids = self._encode(prompt, messages)
+        admitted = self._admit(params, ids)
         ends: Any = {"max_length": admitted.max_length, "stop_ids": admitted.stop_ids}
         request = Request(request_id, ids, admitted.sampling, **ends, **options)
-        self._attach_text(request, params, ids, admitted)
+        self._attach_text(request, params, text, ids, admitted)
         self._post(self._core.submit, request)
         return request
 
@@ -109,9 +124,9 @@ class Intake:
         if request.num_unfinished == 0 or request.user.is_closed:
             return  # ended meanwhile
         try:
-            ids = self._encode(prompt, messages)
-            admitted = admit(params, len(ids), self._limits)
-            self._attach_text(request, params, ids, admitted)
+            text, ids = self._encode(prompt, messages)
+            admitted = self._admit(params, ids)
+            self._attach_text(request, params, text, ids, admitted)
         except DeepInferError as error:
             self._post_late(self._core.refuse, (request, error))
         except Exception as error:
@@ -126,16 +141,34 @@ class Intake:
         except EngineClosed:
             pass  # which has ended the request
 
-    def _attach_text(self, request: Request, params: SamplingParams, prompt: array[int], admitted: Admitted) -> None:
-        """What turns the tokens of each sample into text."""
-        request.user.num_prompt_tokens = len(prompt)
+    def _admit(self, params: SamplingParams, prompt: array[int]) -> Admitted:
+        bad_words: list[Sequence[int]] = []
+        for word in params.bad_words or ():
+            if isinstance(word, str):
+                assert self._text is not None
+                bad_words += self._text.encode_bad_word(word)
+            else:
+                bad_words.append(word)
+        return admit(params, len(prompt), self._limits, bad_words)
+
+    def _attach_text(
+        self, request: Request, params: SamplingParams, text: str | None, prompt: array[int], admitted: Admitted
+    ) -> None:
+        """What turns the tokens of each sample into text, and what the reader can know from the start."""
+        mailbox: Mailbox = request.user
+        mailbox.num_prompt_tokens = len(prompt)
+        mailbox.source = Source(text, prompt, None if self._text is None else self._text.spell)
+        mailbox.told_stop_ids = admitted.told_stop_ids
+        if params.prompt_logprobs is not None and len(prompt) == 1:
+            mailbox.prompt_logprobs = (None,)
         if self._text is not None:
             for seq in request.samples:
                 seq.user = self._text.output(params, prompt, admitted.stop_strings)
 
-    def _encode(self, prompt: Prompt | None, messages: Messages | None) -> array[int]:
+    def _encode(self, prompt: Prompt | None, messages: Messages | None) -> tuple[str | None, array[int]]:
+        """The prompt as text, if it is text, and as token ids."""
         if messages is None and not isinstance(prompt, str):
-            return check_token_ids(prompt, self._limits)
+            return None, check_token_ids(prompt, self._limits)
         if self._text is None:
             raise InvalidRequest("prompt", "this engine has no tokenizer: give token ids")
         if messages is not None:
@@ -146,7 +179,7 @@ class Intake:
         limit = self._limits.max_length * self._text.max_token_characters
         if len(text) > limit:  # it cannot fit, however it is encoded
             raise InvalidRequest("prompt", f"{len(text)} characters, at most {limit} can fit the context")
-        return check_token_ids(self._text.encode(text, add_special_tokens=messages is None), self._limits)
+        return text, check_token_ids(self._text.encode(text, add_special_tokens=messages is None), self._limits)
 
 
 def _is_quick(prompt: Prompt | None, messages: Messages | None) -> bool:

@@ -25,17 +25,29 @@ class Matcher(Protocol):
 class OutputText:
     """Detokenizes one sample and ends it at a stop string."""
 
-    __slots__ = ("_detokenizer", "_matcher", "_num_unmatched", "has_stopped", "has_stops", "push")
+    __slots__ = ("_detokenizer", "_matcher", "_num_unmatched", "has_stops", "keeps_stop", "push", "stop")
 
-    def __init__(self, detokenizer: Detokenizer, matcher: Matcher | None = None, num_unmatched: int = 0) -> None:
-        """The text of the first `num_unmatched` tokens is not searched (`min_tokens`)."""
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        matcher: Matcher | None = None,
+        num_unmatched: int = 0,
+        *,
+        keeps_stop: bool = False,
+    ) -> None:
+        """The text of the first `num_unmatched` tokens is not searched (`min_tokens`).
+
+        With `keeps_stop` the stop string is part of the text, and so is a token that ends the sample.
+        """
         self._detokenizer = detokenizer
+        self.keeps_stop = keeps_stop
         self._matcher = matcher
         self._num_unmatched = num_unmatched
         self.has_stops = matcher is not None
-        self.has_stopped = False
+        self.stop: str | None = None
+        """The stop string that has ended the sample."""
         self.push: Callable[[int], str] = self._match if matcher else detokenizer.push_one
-        """New text of one more token. Sets `has_stopped` when a stop string is complete."""
+        """New text of one more token. Sets `stop` when a stop string is complete."""
 
     def _match(self, token_id: int) -> str:
         text = self._detokenizer.push_one(token_id)
@@ -43,16 +55,17 @@ class OutputText:
             self._num_unmatched -= 1
             return text
         assert self._matcher is not None
-        released, stop = self._matcher.push(text)
-        self.has_stopped = stop is not None
-        return released
+        released, self.stop = self._matcher.push(text)
+        return released + self.stop if self.stop is not None and self.keeps_stop else released
 
     def flush(self) -> str:
         """What was held back, at the end of the sample; nothing after a stop string."""
-        if self.has_stopped:
+        if self.stop is not None:
             return ""
         rest = self._detokenizer.flush()
         if self._matcher is None:
             return rest
         released, stop = self._matcher.push(rest) if rest else ("", None)
-        return released if stop is not None else released + self._matcher.flush()
+        if stop is None:
+            return released + self._matcher.flush()
+        return released + stop if self.keeps_stop else released

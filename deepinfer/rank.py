@@ -28,6 +28,14 @@ class CacheShape(Struct, frozen=True):
     weights_version: str = ""
 
 
+class PromptRow(NamedTuple):
+    """Log probabilities that a row will bring: of prompt tokens from `first` on."""
+
+    seq: Sequence
+    first: int
+    num_tokens: int
+
+
 class RankStep(Struct):
     """One rank's half of a step in flight."""
 
@@ -36,6 +44,8 @@ class RankStep(Struct):
     """The rows that its result must have: slots, generations, lengths after the step, tokens of the row."""
     sampled: list[Sequence]
     """Sequences that get a token, in the order of the result's tokens."""
+    prompts: list[PromptRow]
+    """Rows that bring log probabilities of their prompt, in the order of the result's."""
 
 
 class _Columns(NamedTuple):
@@ -77,6 +87,7 @@ class Rank:
         self._rows: list[Sequence] = []
         self._num_positions: list[int] = []
         self._flags: list[int] = []
+        self._prompts: list[PromptRow] = []
         self._appends: list[tuple[int, int]] = []
         self._columns = _NO_COLUMNS
         self._num_decodes = 0  # rows of the plan under construction that decode; they come first
@@ -106,7 +117,7 @@ class Rank:
     def begin(self, budget: int) -> None:
         """Start a plan of at most `budget` positions."""
         self.budget = budget
-        self._rows, self._num_positions, self._flags, self._appends = [], [], [], []
+        self._rows, self._num_positions, self._flags, self._appends, self._prompts = [], [], [], [], []
 
     def plan_decodes(self, step_id: int) -> None:
         """A row for every decoding sequence that may have one more token."""
@@ -133,6 +144,8 @@ class Rank:
     def plan_chunk(self, seq: Sequence, step_id: int, chunk: int) -> None:
         """The next positions of a sequence whose tokens are known; with the last of them it starts to decode."""
         num_positions = min(len(seq.tokens) - seq.num_planned, chunk, self.budget)
+        if seq.request.sampling[seq.sample_index].num_prompt_logprobs >= 0:
+            self._expect_prompt(seq, num_positions)
         seq.num_planned += num_positions
         seq.last_step = step_id
         self.budget -= num_positions
@@ -144,6 +157,13 @@ class Rank:
             seq.move(State.DECODE)
             del self.prefill[seq]
             (self.parked if seq.request.is_paused else self.decode)[seq] = None
+
+    def _expect_prompt(self, seq: Sequence, num_positions: int) -> None:
+        """The row computes this many positions: log probabilities of the prompt tokens behind them will come."""
+        first = seq.num_planned + 1
+        num_tokens = min(first + num_positions, seq.num_prompt) - first
+        if num_tokens > 0:
+            self._prompts.append(PromptRow(seq, first, num_tokens))
 
     def newly_decoding(self) -> list[Sequence]:
         """Sequences whose known tokens are complete with the plan under construction."""
@@ -176,7 +196,8 @@ class Rank:
         for seq in rows[self._num_decodes :]:
             self.publish(seq)
         self._rows = []
-        return RankStep(plan, expected, rows[: self._num_decodes] + sampled)
+        prompts, self._prompts = self._prompts, []
+        return RankStep(plan, expected, rows[: self._num_decodes] + sampled, prompts)
 
     def _columns_of(self, rows: list[Sequence]) -> _Columns:
         """Columns that stay as they are while the same sequences decode, step after step."""
@@ -199,7 +220,7 @@ class Rank:
         """Blocks whose content is a prefix of the sequence's tokens; the last token is never among them."""
         num_blocks = (len(seq.tokens) - 1) // self.shape.block_size
         hits: list[int] = []
-        if self._prefix_cache:
+        if self._prefix_cache and seq.may_adopt:
             extend_chain(seq.block_hashes, self._root, seq.tokens, self.shape.block_size, num_blocks)
             for block_hash in seq.block_hashes[:num_blocks]:
                 block = self.pool.find(block_hash)

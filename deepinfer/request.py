@@ -6,9 +6,10 @@ Data and the table of legal transitions. Knows nothing of pools, plans or stream
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence as Sequence_
 from enum import Enum
 from math import inf
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from deepinfer_protocol import SlotSampling
 
@@ -44,6 +45,15 @@ TRANSITIONS: Final = {
 """The only moves there are. `PREFILL` and `DECODE` are the states with a slot."""
 
 
+class TokenLogprobs(NamedTuple):
+    """Log probabilities at one position: the token's, then the k best."""
+
+    token_ids: Sequence_[int]
+    values: Sequence_[float]
+    rank: int
+    """The token's own; 1 is the best."""
+
+
 class Request:
     """What a user asked for: one prompt, `n` sequences, one place in the queue, one set of deadlines."""
 
@@ -59,10 +69,12 @@ class Request:
         "order",
         "priority",
         "prompt",
+        "prompt_logprobs",
         "queue_deadline_s",
         "request_id",
         "samples",
         "sampling",
+        "skips_prefix_cache",
         "slow_since_s",
         "started_s",
         "stop_ids",
@@ -81,6 +93,7 @@ class Request:
         arrival_s: float = 0.0,
         queue_deadline_s: float = inf,
         deadline_s: float = inf,
+        skips_prefix_cache: bool = False,
         user: Any = None,
     ) -> None:
         """`sampling` has one entry a sample. `max_length` counts the prompt and the tokens of one sample."""
@@ -93,6 +106,7 @@ class Request:
         self.arrival_s = arrival_s
         self.queue_deadline_s = queue_deadline_s
         self.deadline_s = deadline_s
+        self.skips_prefix_cache = skips_prefix_cache
         self.user = user  # the core's; the scheduler does not look at it
         self.order = (0.0, 0)  # set by the scheduler: smaller goes first
         self.started_s: float | None = None  # when its first row was planned
@@ -102,6 +116,7 @@ class Request:
         self.num_preemptions = 0
         self.num_queued_tokens = len(prompt)  # its share of what waits
         self.num_unfinished = len(sampling)
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's tokens from the second on, as far as known
         self.samples = [Sequence(self, index) for index in range(len(sampling))]
 
     @classmethod
@@ -124,6 +139,13 @@ class Request:
         self.num_queued_tokens = len(prompt)
         for seq in self.samples:
             seq.take_prompt()
+
+    @property
+    def num_prompt_logprobs_due(self) -> int:
+        """Prompt tokens whose log probabilities are asked for and not here yet."""
+        if self.sampling[0].num_prompt_logprobs < 0:
+            return 0
+        return len(self.prompt) - 1 - len(self.prompt_logprobs)
 
 
 class Sequence:
@@ -193,6 +215,12 @@ class Sequence:
     @property
     def has_slot(self) -> bool:
         return self.state is State.PREFILL or self.state is State.DECODE
+
+    @property
+    def may_adopt(self) -> bool:
+        """May it take the blocks of an equal prefix, and so leave positions uncomputed?"""
+        request = self.request
+        return not request.skips_prefix_cache and (self.sample_index > 0 or request.num_prompt_logprobs_due == 0)
 
     def move(self, state: State) -> None:
         """To `state`, if the table allows it."""

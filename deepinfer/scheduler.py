@@ -7,7 +7,6 @@ A step is planned before the tokens of the step before it are known; `apply` bri
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence as Sequence_
 from itertools import count
 from math import inf
 from typing import NamedTuple
@@ -17,8 +16,8 @@ from msgspec import Struct
 from deepinfer.admission import Admitted
 from deepinfer.deadlines import Deadlines
 from deepinfer.errors import DuplicateRequestId, Overloaded, WorkerLost
-from deepinfer.rank import CacheShape, Rank, RankStep
-from deepinfer.request import FinishReason, Request, Sequence, State
+from deepinfer.rank import CacheShape, PromptRow, Rank, RankStep
+from deepinfer.request import FinishReason, Request, Sequence, State, TokenLogprobs
 from deepinfer.waiting import WaitingQueue
 from deepinfer_protocol import StepResult, split_columns, unpack_float32, unpack_int32
 
@@ -42,13 +41,6 @@ class Step(Struct):
 
     step_id: int
     ranks: list[RankStep]
-
-
-class TokenLogprobs(NamedTuple):
-    """Log probabilities at one position: the sampled token's, then the k best."""
-
-    token_ids: Sequence_[int]
-    values: Sequence_[float]
 
 
 Emission = tuple[Sequence, int | None, FinishReason | None, TokenLogprobs | None]
@@ -232,6 +224,8 @@ class Scheduler:
         for rank, rank_step, result in zip(self.ranks, step.ranks, results, strict=True):
             if result.rows != rank_step.expected_rows:
                 raise WorkerLost(_describe_drift(step.step_id, rank.index, rank_step, result))
+            if rank_step.prompts or result.prompt_logprobs:
+                _take_prompt_logprobs(rank_step.prompts, result)
             logprobs = _split_logprobs(rank_step.sampled, result) if result.logprobs else None
             self._apply_tokens(rank, rank_step.sampled, unpack_int32(result.tokens), logprobs, emissions, now)
             rank.release.applied(step.step_id)
@@ -371,16 +365,37 @@ class Scheduler:
 
 def _split_logprobs(sampled: list[Sequence], result: StepResult) -> list[TokenLogprobs | None]:
     """What belongs to each sampled token. Raises `WorkerLost` when the columns do not add up."""
-    ids, values = unpack_int32(result.logprob_ids), unpack_float32(result.logprobs)
-    split: list[TokenLogprobs | None] = []
+    widths = [seq.request.sampling[seq.sample_index].num_logprobs + 1 for seq in sampled]
+    columns = result.logprob_ids, result.logprobs, result.logprob_ranks
+    split = iter(_split_entries([width for width in widths if width], columns, result))
+    return [next(split) if width else None for width in widths]
+
+
+def _take_prompt_logprobs(prompts: list[PromptRow], result: StepResult) -> None:
+    """Each prompt token's once: a prompt that is computed again, after a preemption, brings them again."""
+    widths = [row.seq.request.sampling[0].num_prompt_logprobs + 1 for row in prompts for _ in range(row.num_tokens)]
+    columns = result.prompt_logprob_ids, result.prompt_logprobs, result.prompt_logprob_ranks
+    entries = iter(_split_entries(widths, columns, result))
+    for row in prompts:
+        known = row.seq.request.prompt_logprobs
+        for position in range(row.first, row.first + row.num_tokens):
+            entry = next(entries)
+            if position == 1 + len(known):
+                known.append(entry)
+
+
+def _split_entries(widths: list[int], columns: tuple[bytes, bytes, bytes], result: StepResult) -> list[TokenLogprobs]:
+    """Ids, values and ranks of entries that are `widths` ids wide. Raises `WorkerLost` when they do not add up."""
+    ids, values, ranks = unpack_int32(columns[0]), unpack_float32(columns[1]), unpack_int32(columns[2])
+    if sum(widths) != len(ids) or len(widths) != len(ranks):
+        expected = f"{sum(widths)} logprobs of {len(widths)} tokens expected, {len(ids)} of {len(ranks)} came"
+        raise WorkerLost(f"step {result.step_id}, rank {result.rank}: {expected}")
+    entries: list[TokenLogprobs] = []
     start = 0
-    for seq in sampled:
-        num = seq.request.sampling[seq.sample_index].num_logprobs + 1
-        split.append(TokenLogprobs(ids[start : start + num], values[start : start + num]) if num else None)
-        start += num
-    if start != len(ids):
-        raise WorkerLost(f"step {result.step_id}, rank {result.rank}: {start} logprobs expected, {len(ids)} came")
-    return split
+    for width, rank in zip(widths, ranks, strict=True):
+        entries.append(TokenLogprobs(ids[start : start + width], values[start : start + width], rank))
+        start += width
+    return entries
 
 
 def _describe_drift(step_id: int, rank: int, expected: RankStep, result: StepResult) -> str:

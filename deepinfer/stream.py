@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -17,6 +18,20 @@ from msgspec import Struct
 
 from deepinfer.errors import WrongLoop
 from deepinfer.request import FinishReason
+
+StopReason = int | str | None
+PromptLogprobs = tuple["TokenLogprob | None", ...]
+"""One entry a token of the prompt; `None` for the first, which nothing comes before."""
+
+
+class Source(NamedTuple):
+    """What a request's samples go on from."""
+
+    text: str | None
+    """`None`: token ids were given."""
+    token_ids: array[int]
+    spell: Callable[[int], str] | None
+    """A token id as text, by itself; `None` without a tokenizer."""
 
 
 class Logprob(NamedTuple):
@@ -33,6 +48,8 @@ class TokenLogprob(NamedTuple):
     logprob: float
     top: tuple[Logprob, ...]
     """The most probable tokens, best first."""
+    rank: int = 0
+    """The token's place among all tokens, by their probability: 1 is the best."""
 
 
 class TokenChunk(Struct, frozen=True, gc=False):
@@ -51,6 +68,8 @@ class TokenChunk(Struct, frozen=True, gc=False):
     """One entry a token, if they were asked for."""
     finish_reason: FinishReason | None = None
     """Set on the last chunk of a sample."""
+    stop_reason: StopReason = None
+    """With the finish reason `stop`: the stop string or stop token that ended it; `None` for the model's own end."""
 
 
 Piece = tuple[int, int | None, str, TokenLogprob | None, FinishReason | None]
@@ -80,6 +99,10 @@ class Mailbox:
         "num_pushed",
         "num_taken",
         "num_unfinished",
+        "prompt_logprobs",
+        "source",
+        "stop_reasons",
+        "told_stop_ids",
         "waiter",
     )
 
@@ -95,6 +118,13 @@ class Mailbox:
         self.is_closed = False
         self.error: Exception | None = None
         self.waiter: asyncio.Future[None] | None = None
+        self.source: Source | None = None
+        self.told_stop_ids: frozenset[int] = frozenset()
+        """Tokens that are a stop reason when they end a sample."""
+        self.stop_reasons: dict[int, StopReason] = {}
+        """By sample; there before its last piece is."""
+        self.prompt_logprobs: PromptLogprobs | None = None
+        """There before the first token is, if they were asked for."""
         self._pieces: deque[Piece] = deque()
         self._num_tokens: dict[int, int] = {}  # tokens taken of each sample
 
@@ -138,11 +168,12 @@ class Mailbox:
     def _chunk_of_one(self, piece: Piece) -> TokenChunk:
         sample_index, token, text, logprob, finish_reason = piece
         first_index = self._num_tokens.get(sample_index, 0)
+        stop_reason = None if finish_reason is None else self.stop_reasons.get(sample_index)
         if token is None:
-            return TokenChunk(text, (), first_index, sample_index, None, finish_reason)
+            return TokenChunk(text, (), first_index, sample_index, None, finish_reason, stop_reason)
         self._num_tokens[sample_index] = first_index + 1
         logprobs = None if logprob is None else (logprob,)
-        return TokenChunk(text, (token,), first_index, sample_index, logprobs, finish_reason)
+        return TokenChunk(text, (token,), first_index, sample_index, logprobs, finish_reason, stop_reason)
 
     def _chunk_of_many(self, pieces: Sequence[Piece]) -> TokenChunk:
         sample_indices, tokens, texts, logprobs, reasons = zip(*pieces, strict=True)
@@ -151,7 +182,8 @@ class Mailbox:
         token_ids = tuple([token for token in tokens if token is not None])
         self._num_tokens[sample_index] = first_index + len(token_ids)
         known = tuple([logprob for logprob in logprobs if logprob is not None])
-        return TokenChunk("".join(texts), token_ids, first_index, sample_index, known or None, reasons[-1])
+        stop_reason = None if reasons[-1] is None else self.stop_reasons.get(sample_index)
+        return TokenChunk("".join(texts), token_ids, first_index, sample_index, known or None, reasons[-1], stop_reason)
 
 
 class TokenStream:
@@ -226,6 +258,16 @@ class TokenStream:
     @property
     def num_prompt_tokens(self) -> int:
         return self._mailbox.num_prompt_tokens
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """One entry a token of the prompt, the first `None`; there from the first chunk on, if they were asked for."""
+        return self._mailbox.prompt_logprobs
+
+    @property
+    def source(self) -> Source | None:
+        """The prompt, as text and token ids; known from the first chunk on."""
+        return self._mailbox.source
 
     @property
     def num_preemptions(self) -> int:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import os
+import threading
+import weakref
+from array import array
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, overload
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from deepinfer.engine import Engine
-from deepinfer.errors import EngineClosed
+from deepinfer.errors import EngineClosed, InvalidRequest
 from deepinfer.intake import Messages, Prompt
+from deepinfer.migrating import rename_options
 from deepinfer.result import Completion
 from deepinfer.stream import TokenChunk, TokenStream
 from deepinfer_protocol import SamplingParams
 
 T = TypeVar("T")
+ManyPrompts = list[str] | list[list[int]] | list[dict[str, Any]]
+Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 class SyncStream:
@@ -48,23 +55,66 @@ class SyncStream:
         self._stream.abort()
 
 
+class _Session:
+    """An engine on a loop in a thread of its own. Outlives its `SyncEngine` by as long as the close takes."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.portal: BlockingPortal | None = None
+        self.is_closed = False
+        self._lock = threading.Lock()
+        self._stack = ExitStack()
+        self._pid = os.getpid()
+        self._thread_id = 0
+
+    def open(self) -> BlockingPortal:
+        """The portal to the running engine. Raises what `Engine.open` raises, `EngineClosed` after a close."""
+        with self._lock:
+            if self.is_closed:
+                raise EngineClosed("the engine is not open: it was closed")
+            if self.portal is None:
+                try:
+                    portal = self._stack.enter_context(start_blocking_portal("asyncio"))
+                    self._thread_id = portal.call(threading.get_ident)
+                    portal.call(self.engine.open)
+                except BaseException:
+                    self.is_closed = True
+                    self._stack.close()
+                    raise
+                self.portal = portal
+            return self.portal
+
+    def close(self) -> None:
+        with self._lock, self._stack:
+            portal, self.portal = self.portal, None
+            self.is_closed = True
+            if portal is not None:
+                portal.call(self.engine.aclose)
+
+    def close_forgotten(self) -> None:
+        """`close` from a finalizer: it may run in the engine's own thread, or in a child that has none."""
+        if os.getpid() != self._pid:
+            return
+        if threading.get_ident() == self._thread_id:
+            threading.Thread(target=self.close, name="deepinfer-close").start()
+        else:
+            self.close()
+
+
 class SyncEngine:
-    """`with SyncEngine("smollm2-135m") as engine: for tok in engine.stream("…"): …`"""
+    """`with SyncEngine("smollm2-135m") as engine: for tok in engine.stream("…"): …`
+
+    Without `with` it opens at its first use, and closes when it is forgotten or the program ends.
+    """
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         """Takes what `Engine` takes; starts nothing."""
         self._engine = Engine(model, **settings)
-        self._stack = ExitStack()
-        self._portal: BlockingPortal | None = None
+        self._session = _Session(self._engine)
+        self._finalizer = weakref.finalize(self, self._session.close_forgotten)
 
     def __enter__(self) -> Self:
-        try:
-            self._portal = self._stack.enter_context(start_blocking_portal("asyncio"))
-            self._portal.call(self._engine.open)
-        except BaseException:
-            self._portal = None
-            self._stack.close()
-            raise
+        self._session.open()
         return self
 
     def __exit__(
@@ -74,37 +124,78 @@ class SyncEngine:
 
     def close(self) -> None:
         """End every open stream, the workers and the thread. Idempotent."""
-        with self._stack:
-            portal, self._portal = self._portal, None
-            if portal is not None:
-                portal.call(self._engine.aclose)
+        self._finalizer.detach()
+        self._session.close()
 
     def _call(self, function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
         """`function(*arguments)` on the engine's loop."""
-        if self._portal is None:
-            raise EngineClosed("the engine is not open: use it inside `with`")
-        return self._portal.call(function, *arguments)
+        return self._session.open().call(function, *arguments)
 
     def stream(self, prompt: Prompt | None = None, params: SamplingParams | None = None, **options: Any) -> SyncStream:
         """As `Engine.stream`."""
         return SyncStream(self, self._call(_open_stream, self._engine, prompt, params, options))
 
+    @overload
     def generate(
-        self, prompt: Prompt | None = None, params: SamplingParams | None = None, **options: Any
-    ) -> Completion:
-        """As `Engine.generate`."""
+        self, prompt: ManyPrompts, params: Params = None, *, progress: bool = True, **options: Any
+    ) -> list[Completion]: ...
+
+    @overload
+    def generate(
+        self, prompt: Prompt | None = None, params: Params = None, *, progress: bool = True, **options: Any
+    ) -> Completion: ...
+
+    def generate(
+        self,
+        prompt: Prompt | ManyPrompts | None = None,
+        params: Params = None,
+        *,
+        progress: bool = True,
+        **options: Any,
+    ) -> Completion | list[Completion]:
+        """As `Engine.generate`; for a list of prompts as `generate_many`, with a list of what comes."""
+        progress = options.pop("use_tqdm", progress)
+        options = rename_options({"prompt": prompt, "params": params}, options) if options else options
+        prompt, params = options.pop("prompt", prompt), options.pop("params", params)
+        if _is_many(prompt):
+            return self._call(_generate_many, self._engine, prompt, params, progress, options)
         return self._call(_generate, self._engine, prompt, params, options)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: Params = None,
+        *,
+        progress: bool = True,
+        **options: Any,
+    ) -> list[Completion]:
+        """The answers to a conversation, or to several: a list in either case."""
+        progress = options.pop("use_tqdm", progress)
+        options = rename_options({"params": params}, options)
+        params = options.pop("params", params)
+        is_one = isinstance(messages, list | tuple) and bool(messages) and isinstance(messages[0], Mapping)
+        chats: Any = [messages] if is_one else messages
+        return self._call(_generate_many, self._engine, chats, params, progress, options)
 
     def generate_many(
         self,
         prompts: Sequence[Prompt | Messages],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params = None,
         *,
         progress: bool = True,
         **options: Any,
     ) -> list[Completion]:
         """As `Engine.generate_many`."""
         return self._call(_generate_many, self._engine, prompts, params, progress, options)
+
+
+def _is_many(prompt: Any) -> bool:
+    """Is it a list of prompts, and not one of token ids?"""
+    if not isinstance(prompt, list | tuple) or not prompt:
+        return False
+    if isinstance(prompt[0], Mapping) and "role" in prompt[0]:
+        raise InvalidRequest("prompt", "messages came: chat() takes them, or messages=...")
+    return isinstance(prompt[0], str | list | tuple | array | Mapping)
 
 
 async def _read(stream: TokenStream) -> TokenChunk | None:
@@ -117,7 +208,7 @@ async def _open_stream(
     return engine.stream(prompt, params, **options)
 
 
-async def _generate(engine: Engine, prompt: Any, params: SamplingParams | None, options: dict[str, Any]) -> Completion:
+async def _generate(engine: Engine, prompt: Any, params: Any, options: dict[str, Any]) -> Completion:
     return await engine.generate(prompt, params, **options)
 
 

@@ -36,6 +36,17 @@ class TextPipeline:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
+    def encode_bad_word(self, word: str) -> list[list[int]]:
+        """The token ids of `word` at the start of a line and, where that is another token, behind a space."""
+        bare = self.encode(word.lstrip(), add_special_tokens=False)
+        spaced = self.encode(f" {word.lstrip()}", add_special_tokens=False)
+        is_other = len(spaced) == len(bare) and spaced[:1] != bare[:1]
+        return [ids for ids in (bare, spaced if is_other else []) if ids]
+
+    def spell(self, token_id: int) -> str:
+        """A token by itself; bytes that are no whole character come as U+FFFD."""
+        return self.tokenizer.decode([token_id], skip_special_tokens=False)
+
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The model's own chat format, ready for an answer. Raises `InvalidRequest`."""
         return self._template.render(messages)
@@ -45,4 +56,5 @@ class TextPipeline:
         if not params.detokenize:
             return None
         detokenizer = self._detokenizers.create(prompt, skip_special_tokens=params.skip_special_tokens)
-        return OutputText(detokenizer, StopMatcher(tuple(stops)) if stops else None, params.min_tokens)
+        matcher = StopMatcher(tuple(stops)) if stops else None
+        return OutputText(detokenizer, matcher, params.min_tokens, keeps_stop=params.include_stop_str_in_output)

@@ -8,6 +8,7 @@ receiver to say.
 from __future__ import annotations
 
 import struct
+from math import inf
 from typing import Final
 
 import msgspec
@@ -15,6 +16,8 @@ import msgspec
 from deepinfer_protocol.errors import ProtocolError
 from deepinfer_protocol.limits import (
     INT32_MAX,
+    MAX_BIAS,
+    MAX_BIAS_IDS,
     MAX_BLOCKS,
     MAX_CONFIG_BYTES,
     MAX_LENGTH,
@@ -25,12 +28,15 @@ from deepinfer_protocol.limits import (
 )
 from deepinfer_protocol.messages import (
     AnyMessage,
+    LogitShaping,
     MaskBatch,
     RowFlag,
     SlotAdmit,
     StepPlan,
     StepResult,
     WorkerConfig,
+    split_words,
+    unpack_float32,
     unpack_int32,
 )
 
@@ -124,15 +130,38 @@ def _check_plan(plan: StepPlan) -> None:
 def _check_admit(admit: SlotAdmit) -> None:
     _check_columns("admit tokens", admit.tokens, 1, MAX_LENGTH)
     _check_columns("admit block_ids", admit.block_ids, 1, MAX_BLOCKS)
-    _check_columns("admit stop_ids", admit.sampling.stop_ids, 1, MAX_LENGTH)
     _check_range("admit token", admit.tokens, 0)
     _check_range("admit block", admit.block_ids, 0, MAX_BLOCKS - 1)
-    _check_range("admit stop id", admit.sampling.stop_ids, 0)
     num_tokens = len(admit.tokens) // 4
     if not num_tokens:
         raise ProtocolError("an admitted slot has no tokens")
     if admit.length >= num_tokens:
         raise ProtocolError(f"admitted at length {admit.length} with {num_tokens} tokens: none is left to compute")
+    if admit.sampling.num_prompt > num_tokens:
+        raise ProtocolError(f"a prompt of {admit.sampling.num_prompt} tokens, {num_tokens} tokens came")
+    _check_columns("admit stop_ids", admit.sampling.stop_ids, 1, MAX_LENGTH)
+    _check_range("admit stop id", admit.sampling.stop_ids, 0)
+    if admit.sampling.shaping is not None:
+        _check_shaping(admit.sampling.shaping)
+
+
+def _check_shaping(shaping: LogitShaping) -> None:
+    _check_columns("bias_ids", shaping.bias_ids, 1, MAX_BIAS_IDS)
+    _check_range("bias id", shaping.bias_ids, 0)
+    _check_unique("a token has two biases", shaping.bias_ids)
+    if len(shaping.bias_values) != len(shaping.bias_ids):
+        raise ProtocolError("bias_ids and bias_values differ in length")
+    for value in unpack_float32(shaping.bias_values):
+        if not (-MAX_BIAS <= value <= MAX_BIAS or value == -inf):
+            raise ProtocolError(f"bias: {value} came, {-MAX_BIAS} to {MAX_BIAS} or minus infinity is allowed")
+    if len(shaping.allowed_bits) % 4:
+        raise ProtocolError(f"allowed_bits: {len(shaping.allowed_bits)} bytes are no whole words")
+    _check_columns("bad_words", shaping.bad_words, 1, MAX_LENGTH)
+    _check_range("bad word", shaping.bad_words, 0)
+    try:
+        split_words(shaping.bad_words)
+    except ValueError as error:
+        raise ProtocolError(f"bad_words: {error}") from None
 
 
 def _check_result(result: StepResult) -> None:
@@ -153,6 +182,20 @@ def _check_result(result: StepResult) -> None:
     if len(result.logprob_ids) > len(result.tokens) * (1 + MAX_LOGPROBS):
         raise ProtocolError("more logprobs than the tokens can have")
     _check_range("logprob id", result.logprob_ids, 0)
+    _check_ranks("logprob_ranks", result.logprob_ranks, result.logprob_ids)
+    _check_columns("prompt_logprob_ids", result.prompt_logprob_ids, 1, MAX_MESSAGE_BYTES)
+    if len(result.prompt_logprob_ids) != len(result.prompt_logprobs):
+        raise ProtocolError("prompt_logprob_ids and prompt_logprobs differ in length")
+    _check_range("prompt logprob id", result.prompt_logprob_ids, 0)
+    _check_ranks("prompt_logprob_ranks", result.prompt_logprob_ranks, result.prompt_logprob_ids)
+
+
+def _check_ranks(name: str, ranks: bytes, ids: bytes) -> None:
+    """One rank for one to `1 + MAX_LOGPROBS` ids."""
+    _check_columns(name, ranks, 1, MAX_MESSAGE_BYTES)
+    _check_range(name, ranks, 1)
+    if not len(ranks) <= len(ids) <= len(ranks) * (1 + MAX_LOGPROBS):
+        raise ProtocolError(f"{name}: {len(ranks) // 4} ranks for {len(ids) // 4} ids")
 
 
 def _check_masks(masks: MaskBatch) -> None:

@@ -14,6 +14,13 @@ MAX_LENGTH: Final = 1 << 24
 """Longest sequence, in tokens."""
 MAX_LOGPROBS: Final = 20
 MAX_STOP_IDS: Final = 1024
+MAX_BIAS_IDS: Final = 2048
+"""Tokens of a slot with a bias or a ban of their own."""
+MAX_BIAS: Final = 100.0
+MAX_BAD_WORD_IDS: Final = 8192
+"""Token ids of all bad words of a slot, their lengths included."""
+MAX_MASK_BYTES: Final = 1 << 20
+"""One bit a token."""
 MAX_TEXT_CHARACTERS: Final = 4096
 INT32_MAX: Final = 2**31 - 1
 INT64_MAX: Final = 2**63 - 1

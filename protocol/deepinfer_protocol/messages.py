@@ -20,9 +20,12 @@ from msgspec import Meta, Struct
 from deepinfer_protocol.limits import (
     INT32_MAX,
     INT64_MAX,
+    MAX_BAD_WORD_IDS,
+    MAX_BIAS_IDS,
     MAX_BLOCKS,
     MAX_LENGTH,
     MAX_LOGPROBS,
+    MAX_MASK_BYTES,
     MAX_RANKS,
     MAX_ROWS,
     MAX_SLOTS,
@@ -30,7 +33,7 @@ from deepinfer_protocol.limits import (
     MAX_TEXT_CHARACTERS,
 )
 
-WIRE_REVISION: Final = 1
+WIRE_REVISION: Final = 2
 """Raised by every change of a message. Both ends come from one installation: any difference is refused."""
 
 Count = Annotated[int, Meta(ge=0, le=INT32_MAX)]
@@ -57,6 +60,26 @@ class Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, 
     """Base of every message: a msgpack array, its kind first, then the fields by position."""
 
 
+class LogitShaping(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """What is done to the logits of one slot before its temperature. Most slots have none of it."""
+
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
+    """Of tokens in the prompt or the output: positive logits are divided by it, others multiplied."""
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    """Taken off the logits of tokens in the output."""
+    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    """Taken off the logits of tokens in the output, once for each time."""
+    bias_ids: Annotated[bytes, Meta(max_length=4 * MAX_BIAS_IDS)] = b""
+    """int32 LE, rising."""
+    bias_values: Annotated[bytes, Meta(max_length=4 * MAX_BIAS_IDS)] = b""
+    """float32 LE, one an id: added to its logit. Minus infinity bans it."""
+    allowed_bits: Annotated[bytes, Meta(max_length=MAX_MASK_BYTES)] = b""
+    """One bit a token, as in a `MaskBatch`: no other token is sampled. Empty: all may be."""
+    bad_words: Annotated[bytes, Meta(max_length=4 * MAX_BAD_WORD_IDS)] = b""
+    """int32 LE: for each word its length and its token ids. The last one is not sampled where the output ends with
+    the others."""
+
+
 class SlotSampling(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """How the device samples one slot. The counter-based noise of position `p` is f(seed, p)."""
 
@@ -73,6 +96,13 @@ class SlotSampling(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """int32 LE."""
     num_logprobs: Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)] = -1
     """-1: none; k: the sampled token's log probability and those of the k best."""
+    num_prompt: Length = 0
+    """How many of the admission's tokens are the prompt; those behind them were generated before a preemption."""
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    """Tokens less probable than this times the most probable one are not sampled."""
+    num_prompt_logprobs: Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)] = -1
+    """-1: none; k: as `num_logprobs`, of every prompt token whose position before it is computed."""
+    shaping: LogitShaping | None = None
 
 
 class SlotAdmit(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -196,6 +226,15 @@ class StepResult(Message, frozen=True, tag=5):
     """int32 LE: for each token of a row with logprobs k: its id, then the k best ids."""
     logprobs: bytes = b""
     """float32 LE: their log probabilities."""
+    logprob_ranks: bytes = b""
+    """int32 LE: for each token of a row with logprobs its own rank; 1 is the most probable."""
+    prompt_logprob_ids: bytes = b""
+    """int32 LE: for each computed position of a row with prompt logprobs k, where the next token is in the prompt: that
+    token's id, then the k best ids."""
+    prompt_logprobs: bytes = b""
+    """float32 LE: their log probabilities."""
+    prompt_logprob_ranks: bytes = b""
+    """int32 LE: for each such position the rank of its next token."""
 
 
 AnyMessage = Hello | Ready | Progress | Fault | Shutdown | StepPlan | MaskBatch | StepResult
@@ -204,6 +243,14 @@ AnyMessage = Hello | Ready | Progress | Fault | Shutdown | StepPlan | MaskBatch 
 def pack_int32(values: list[int] | array[int]) -> bytes:
     """Little-endian int32 bytes of `values`. Raises `OverflowError` beyond 32 bits."""
     column = array("i", values)
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column.tobytes()
+
+
+def pack_float32(values: list[float] | array[float]) -> bytes:
+    """Little-endian float32 bytes of `values`."""
+    column = array("f", values)
     if sys.byteorder == "big":
         column.byteswap()
     return column.tobytes()
@@ -225,6 +272,20 @@ def unpack_float32(data: bytes | memoryview) -> array[float]:
     if sys.byteorder == "big":
         column.byteswap()
     return column
+
+
+def split_words(data: bytes) -> list[array[int]]:
+    """The token ids of each of `SlotSampling.bad_words`. Raises `ValueError` where lengths and ids do not add up."""
+    flat = unpack_int32(data)
+    words: list[array[int]] = []
+    start = 0
+    while start < len(flat):
+        end = start + 1 + flat[start]
+        if not start + 1 < end <= len(flat):
+            raise ValueError(f"a word of {flat[start]} ids where {len(flat) - start - 1} are left")
+        words.append(flat[start + 1 : end])
+        start = end
+    return words
 
 
 def split_columns(data: bytes, num_columns: int) -> list[array[int]]:

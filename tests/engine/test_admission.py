@@ -153,7 +153,7 @@ def test_what_is_right_becomes_words_of_the_device() -> None:
     assert admitted.max_length == 19
     assert admitted.stop_ids == {2, 7, 11} and admitted.stop_strings == ("x",)
     stop_ids = b"\2\0\0\0\7\0\0\0\x0b\0\0\0"
-    assert admitted.sampling == [SlotSampling(0.0, 1.0, 0, 0, 12, stop_ids, -1)] * 2
+    assert admitted.sampling == [SlotSampling(0.0, 1.0, 0, 0, 12, stop_ids, -1, 10)] * 2
     assert admit(SamplingParams(ignore_eos=True), 10, LIMITS).stop_ids == set()
 
 

@@ -13,6 +13,7 @@ from deepinfer_protocol import (
     AnyMessage,
     Fault,
     Hello,
+    LogitShaping,
     MaskBatch,
     Progress,
     Ready,
@@ -25,9 +26,10 @@ from deepinfer_protocol import (
     WorkerConfig,
     encode,
     encode_config,
+    pack_float32,
     pack_int32,
 )
-from deepinfer_protocol.limits import INT32_MAX, INT64_MAX, MAX_BLOCKS, MAX_LENGTH, MAX_SLOTS
+from deepinfer_protocol.limits import INT32_MAX, INT64_MAX, MAX_BIAS_IDS, MAX_BLOCKS, MAX_LENGTH, MAX_SLOTS
 
 Whole = AnyMessage | WorkerConfig
 FOREIGN: Final = "not a message of the worker wire"
@@ -40,7 +42,17 @@ def columns(*values: list[int]) -> bytes:
 
 
 GREEDY: Final = SlotSampling()
-SEEDED: Final = SlotSampling(0.75, 0.5, 40, 12345, 9, columns([0, 2]), 5)
+SEEDED: Final = SlotSampling(0.75, 0.5, 40, 12345, 9, columns([0, 2]), 5, 3)
+SHAPING: Final = LogitShaping(
+    repetition_penalty=1.25,
+    presence_penalty=0.5,
+    frequency_penalty=-0.25,
+    bias_ids=columns([3, 7, 9]),
+    bias_values=pack_float32([1.5, -100.0, float("-inf")]),
+    allowed_bits=bytes.fromhex("ffffffff 00000000"),
+    bad_words=columns([2, 5, 6, 3, 1, 2, 3]),
+)
+SHAPED: Final = SlotSampling(0.75, num_prompt=3, min_p=0.125, num_prompt_logprobs=2, shaping=SHAPING)
 PLAN: Final = StepPlan(
     epoch=7,
     step_id=3,
@@ -77,7 +89,14 @@ def valid() -> dict[str, Whole]:
     replace = msgspec.structs.replace
     many = list(range(256))
     resumed = SlotAdmit(2, 9, 32, columns([5, 6, 7] * 20), columns([8, 3]), SEEDED)
-    widest = SlotSampling(100.0, 1.0, INT32_MAX, INT64_MAX, MAX_LENGTH, columns([INT32_MAX] * 1024), 20)
+    shaped = SlotAdmit(2, 9, 0, columns([5, 6, 7, 8]), b"", SHAPED)
+    most = LogitShaping(
+        100.0, 2.0, -2.0, columns(list(range(MAX_BIAS_IDS))), pack_float32([100.0, -100.0] * (MAX_BIAS_IDS // 2)),
+        b"\xff" * 1024, columns([1023, *[INT32_MAX] * 1023]),
+    )  # fmt: skip
+    widest = SlotSampling(
+        100.0, 1.0, INT32_MAX, INT64_MAX, MAX_LENGTH, columns([INT32_MAX] * 1024), 20, 2, 1.0, 20, most
+    )
     return {
         "hello": Hello("0.1.0+wire1", 7, 0, 4242),
         "hello of the second rank": Hello("0.1.0+wire1", 7, 1, 4243),
@@ -103,6 +122,7 @@ def valid() -> dict[str, Whole]:
         "plan with a row that waits for a mask": replace(PLAN, rows=columns([2, 3], [1, 4], [3, 1], [WAITS, SAMPLE])),
         "plan with a prompt in the middle": replace(PLAN, rows=columns([2], [1], [2], [0])),
         "plan that admits after a preemption": replace(PLAN, admits=[resumed]),
+        "plan that admits with logits shaped": replace(PLAN, admits=[shaped]),
         "plan that only retires": StepPlan(7, 5, 0, 0, columns([0, 1, 2]), [], b"", b""),
         "plan of 256 rows": StepPlan(7, 6, 0, 256, b"", [], b"", columns(many, many, [1] * 256, [SAMPLE] * 256)),
         "plan at its limits": StepPlan(
@@ -121,7 +141,16 @@ def valid() -> dict[str, Whole]:
             RESULT, rows=columns([2, 3], [1, 4], [6, 18], [3, 1]), tokens=columns([9, 8, 7, 6])
         ),
         "result with logprobs": replace(
-            RESULT, logprob_ids=columns([99, 99, 5]), logprobs=bytes.fromhex("000080bf 000080bf 000000c0")
+            RESULT,
+            logprob_ids=columns([99, 99, 5]),
+            logprobs=bytes.fromhex("000080bf 000080bf 000000c0"),
+            logprob_ranks=columns([1]),
+        ),
+        "result with logprobs of a prompt": replace(
+            RESULT,
+            prompt_logprob_ids=columns([6, 8, 7, 7]),
+            prompt_logprobs=bytes.fromhex("000080bf 000000bf 00000000 00000000"),
+            prompt_logprob_ranks=columns([2, 1]),
         ),
         "result of 256 rows": StepResult(
             7, 6, 0, 40, 5000, 0, columns(many, many, [17] * 256, [1] * 256), columns(many)
@@ -129,7 +158,8 @@ def valid() -> dict[str, Whole]:
         "result at its limits": StepResult(
             INT64_MAX, INT64_MAX, 1023, INT32_MAX, INT32_MAX, INT32_MAX,
             columns([MAX_SLOTS - 1], [INT32_MAX], [MAX_LENGTH], [1]), columns([INT32_MAX]),
-            columns([INT32_MAX] * 21), bytes.fromhex("000080ff") * 21,
+            columns([INT32_MAX] * 21), bytes.fromhex("000080ff") * 21, columns([INT32_MAX]),
+            columns([INT32_MAX] * 21), bytes.fromhex("000080ff") * 21, columns([INT32_MAX]),
         ),
         "config": CONFIG,
         "config of the second rank": replace(
@@ -151,6 +181,14 @@ class Refused(NamedTuple):
 def spoiled() -> dict[str, Refused]:
     two = [2, 3], [1, 4]
     admit = (6, 0)
+    shaped = msgspec.structs.replace(PLAN, admits=[SlotAdmit(2, 9, 0, columns([5, 6, 7, 8]), b"", SHAPED)])
+    shaping = (*admit, 5, 10)
+    ranked = msgspec.structs.replace(
+        RESULT, logprob_ids=columns([99, 99, 5]), logprobs=bytes(12), logprob_ranks=columns([1])
+    )
+    prompted = msgspec.structs.replace(
+        RESULT, prompt_logprob_ids=columns([6, 8]), prompt_logprobs=bytes(8), prompt_logprob_ranks=columns([2])
+    )
     return {
         "kind unknown": Refused(PLAN, (0,), 9),
         "kind of another message": Refused(PLAN, (0,), 5),
@@ -185,6 +223,27 @@ def spoiled() -> dict[str, Refused]:
         "stop ids too many": Refused(PLAN, (*admit, 5, 5), bytes(4 * 1025)),
         "stop id negative": Refused(PLAN, (*admit, 5, 5), columns([-1]), "admit stop id: -1 to -1 came"),
         "logprobs too many": Refused(PLAN, (*admit, 5, 6), 21),
+        "prompt beyond the tokens": Refused(PLAN, (*admit, 5, 7), 4, "a prompt of 4 tokens, 3 tokens came"),
+        "min_p above one": Refused(PLAN, (*admit, 5, 8), 1.5),
+        "min_p not a number": Refused(PLAN, (*admit, 5, 8), float("nan")),
+        "prompt logprobs too many": Refused(PLAN, (*admit, 5, 9), 21),
+        "shaping as a map": Refused(PLAN, (*admit, 5, 10), {}),
+        "repetition penalty zero": Refused(shaped, (*shaping, 0), 0.0),
+        "repetition penalty infinite": Refused(shaped, (*shaping, 0), float("inf")),
+        "presence penalty too large": Refused(shaped, (*shaping, 1), 2.5),
+        "frequency penalty not a number": Refused(shaped, (*shaping, 2), float("nan")),
+        "bias id negative": Refused(shaped, (*shaping, 3), columns([-3, 7, 9]), "bias id: -3 to 9 came"),
+        "bias ids too many": Refused(shaped, (*shaping, 3), bytes(4 * 2049)),
+        "bias for a token twice": Refused(shaped, (*shaping, 3), columns([3, 7, 3]), "a token has two biases"),
+        "bias without an id": Refused(shaped, (*shaping, 3), columns([3, 7]), "bias_ids and bias_values differ"),
+        "bias too large": Refused(shaped, (*shaping, 4), pack_float32([1.0, 101.0, 0.0]), "bias: 101.0 came"),
+        "bias not a number": Refused(shaped, (*shaping, 4), pack_float32([1.0, float("nan"), 0.0]), "bias: nan came"),
+        "bias infinite": Refused(shaped, (*shaping, 4), pack_float32([1.0, float("inf"), 0.0]), "bias: inf came"),
+        "allowed bits of half a word": Refused(shaped, (*shaping, 5), bytes(6), "allowed_bits: 6 bytes are no whole"),
+        "bad words that end early": Refused(shaped, (*shaping, 6), columns([2, 5]), "bad_words: a word of 2 ids"),
+        "bad word without ids": Refused(shaped, (*shaping, 6), columns([0, 1, 5]), "bad_words: a word of 0 ids"),
+        "bad word id negative": Refused(shaped, (*shaping, 6), columns([1, -5]), "bad word: -5 to 1 came"),
+        "bad words too many": Refused(shaped, (*shaping, 6), columns([1, 5] * 4097)),
         "appends of one column": Refused(PLAN, (7,), columns([2]), "appends: 4 bytes are no 2 columns of int32"),
         "append block too large": Refused(PLAN, (7,), columns([2], [MAX_BLOCKS]), "append block: 1073741824"),
         "rows of three columns": Refused(PLAN, (8,), bytes(12), "rows: 12 bytes are no 4 columns of int32"),
@@ -202,6 +261,12 @@ def spoiled() -> dict[str, Refused]:
         "result with fewer tokens": Refused(RESULT, (8,), columns([99]), "rows announce 2 tokens, 1 came"),
         "result token negative": Refused(RESULT, (8,), columns([99, -1]), "token: -1 to 99 came"),
         "result logprobs alone": Refused(RESULT, (10,), bytes(4), "logprob_ids and logprobs differ in length"),
+        "result logprobs without ranks": Refused(ranked, (11,), b"", "logprob_ranks: 0 ranks for 3 ids"),
+        "result ranks without logprobs": Refused(RESULT, (11,), columns([1]), "logprob_ranks: 1 ranks for 0 ids"),
+        "result rank zero": Refused(ranked, (11,), columns([0]), "logprob_ranks: 0 to 0 came"),
+        "result prompt logprobs alone": Refused(RESULT, (13,), bytes(4), "prompt_logprob_ids and prompt_logprobs"),
+        "result prompt logprobs without ranks": Refused(prompted, (14,), b"", "prompt_logprob_ranks: 0 ranks for 2"),
+        "result prompt logprob id negative": Refused(prompted, (12,), columns([-1, 2]), "prompt logprob id: -1 to 2"),
         "result time negative": Refused(RESULT, (5,), -1),
         "ready without slots": Refused(READY, (5,), 0),
         "ready without vocabulary": Refused(READY, (3,), 0),

@@ -86,9 +86,9 @@ def _show(name: str, value: Any) -> Any:
         return [readable(item) for item in value]
     if not isinstance(value, bytes):
         return value
-    if name == "bits":
+    if name in ("bits", "allowed_bits"):
         return value.hex()
-    if name == "logprobs":
+    if name in ("logprobs", "prompt_logprobs", "bias_values"):
         return [str(number) for number in unpack_float32(value)]
     num_columns = {"rows": 4, "appends": 2}.get(name, 1)
     shown = [list(column) for column in split_columns(value, num_columns)]

@@ -16,6 +16,7 @@ from deepinfer_protocol import (
     AnyMessage,
     Fault,
     Hello,
+    LogitShaping,
     MaskBatch,
     Progress,
     ProtocolError,
@@ -30,8 +31,10 @@ from deepinfer_protocol import (
     decode_config,
     encode,
     encode_config,
+    pack_float32,
     pack_int32,
     split_columns,
+    split_words,
     unpack_int32,
     wire_version,
 )
@@ -39,6 +42,7 @@ from deepinfer_protocol.codec import _check_range
 from deepinfer_protocol.limits import (
     INT32_MAX,
     INT64_MAX,
+    MAX_BIAS,
     MAX_BLOCKS,
     MAX_CONFIG_BYTES,
     MAX_LENGTH,
@@ -66,6 +70,24 @@ def packed(high: int, low: int = 0, max_size: int = 12) -> st.SearchStrategy[byt
 
 count, int64, rank, slot = upto(INT32_MAX), upto(INT64_MAX), upto(MAX_RANKS - 1), upto(MAX_SLOTS - 1)
 short_text = st.text(max_size=256)
+
+
+@st.composite
+def shapings(draw: st.DrawFn) -> LogitShaping:
+    ids = draw(st.lists(count, unique=True, max_size=6))
+    words = draw(st.lists(ints(INT32_MAX, max_size=4).filter(bool), max_size=4))
+    biases = st.one_of(st.just(float("-inf")), st.floats(-MAX_BIAS, MAX_BIAS, width=32))
+    return LogitShaping(
+        repetition_penalty=draw(st.floats(0.01, 100)),
+        presence_penalty=draw(st.floats(-2, 2)),
+        frequency_penalty=draw(st.floats(-2, 2)),
+        bias_ids=pack_int32(ids),
+        bias_values=pack_float32([draw(biases) for _ in ids]),
+        allowed_bits=draw(st.binary(min_size=4, max_size=4)) * draw(upto(3)),
+        bad_words=pack_int32([number for word in words for number in (len(word), *word)]),
+    )
+
+
 samplings = st.builds(
     SlotSampling,
     temperature=st.floats(0, 100),
@@ -75,6 +97,10 @@ samplings = st.builds(
     min_length=upto(MAX_LENGTH),
     stop_ids=packed(INT32_MAX),
     num_logprobs=upto(MAX_LOGPROBS, -1),
+    num_prompt=upto(1),
+    min_p=st.floats(0, 1),
+    num_prompt_logprobs=upto(MAX_LOGPROBS, -1),
+    shaping=st.none() | shapings(),
 )
 
 
@@ -112,13 +138,19 @@ def plans(draw: st.DrawFn) -> StepPlan:
 def results(draw: st.DrawFn) -> StepResult:
     rows = draw(st.lists(st.tuples(slot, count, upto(MAX_LENGTH, 1), upto(4)), max_size=12))
     num_tokens = sum(row[3] for row in rows)
-    num_logprobs = draw(upto(num_tokens * (1 + MAX_LOGPROBS)))
+    num_ranks, num_prompt_ranks = draw(upto(num_tokens)), draw(upto(4))
+    num_logprobs = num_ranks * (1 + draw(upto(MAX_LOGPROBS)))
+    num_prompt_logprobs = num_prompt_ranks * (1 + draw(upto(MAX_LOGPROBS)))
     return StepResult(
         *(draw(int64), draw(int64), draw(rank), draw(count), draw(count), draw(count)),
         rows=columns(*([row[i] for row in rows] for i in range(4))),
         tokens=pack_int32([draw(count) for _ in range(num_tokens)]),
         logprob_ids=pack_int32([draw(count)] * num_logprobs),
         logprobs=draw(st.binary(min_size=4, max_size=4)) * num_logprobs,
+        logprob_ranks=pack_int32([draw(upto(INT32_MAX, 1))] * num_ranks),
+        prompt_logprob_ids=pack_int32([draw(count)] * num_prompt_logprobs),
+        prompt_logprobs=draw(st.binary(min_size=4, max_size=4)) * num_prompt_logprobs,
+        prompt_logprob_ranks=pack_int32([draw(upto(INT32_MAX, 1))] * num_prompt_ranks),
     )
 
 
@@ -170,6 +202,13 @@ def test_columns_survive_packing(values: list[int], num_columns: int) -> None:
     assert list(unpack_int32(pack_int32(values))) == values
     whole = values * num_columns
     assert [list(column) for column in split_columns(pack_int32(whole), num_columns)] == [values] * num_columns
+
+
+@WIRE
+@given(st.lists(ints(INT32_MAX).filter(bool), max_size=8))
+def test_words_survive_packing(words: list[list[int]]) -> None:
+    packed_words = pack_int32([number for word in words for number in (len(word), *word)])
+    assert [word.tolist() for word in split_words(packed_words)] == words
 
 
 class Bounds(NamedTuple):

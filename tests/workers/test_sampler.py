@@ -2,23 +2,57 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 
-from deepinfer_protocol import SlotSampling
+from deepinfer_protocol import SlotSampling, pack_int32
+from deepinfer_workers.batch import Admission
 from deepinfer_workers.noise import gumbel_noise
-from deepinfer_workers.sampler import RowSampling, best_logprobs, sample, unpack_masks
+from deepinfer_workers.sampler import best_logprobs, unpack_masks
+from deepinfer_workers.sampling_state import SamplingState
 
 VOCAB = 3001
 Array = npt.NDArray[np.float64]
 
 
-def row(position: int = 5, stop_ids: tuple[int, ...] = (), **params: Any) -> RowSampling:
-    return RowSampling(SlotSampling(**params), np.array(stop_ids, np.int64), position)
+class OneRow(NamedTuple):
+    """How one row is sampled: a slot of its own, and the tokens in it."""
+
+    sampling: SlotSampling
+    position: int
+    history: tuple[int, ...] = ()
+    """Up to `position`; missing ones are 0."""
+
+
+def row(position: int = 5, stop_ids: tuple[int, ...] = (), history: Sequence[int] = (), **params: Any) -> OneRow:
+    sampling = SlotSampling(stop_ids=pack_int32(list(stop_ids)), **params)
+    return OneRow(sampling, position, tuple(history))
+
+
+def sample(logits: torch.Tensor, rows: Sequence[OneRow], allowed: torch.Tensor | None = None) -> torch.Tensor:
+    """A token for each of `rows`, each in a slot of its own; what a slot holds beyond its position is junk."""
+    width = max(one.position for one in rows) + 3
+    tokens = torch.full((len(rows) + 1, width), logits.shape[1] - 1, dtype=torch.int32)
+    for slot, one in enumerate(rows):
+        tokens[slot, : one.position] = 0
+        tokens[slot, : len(one.history)] = torch.tensor(one.history, dtype=torch.int32)
+    state = SamplingState(tokens, logits.shape[1])
+    none = np.array([], np.int64)
+    state.admit(
+        [
+            Admission(
+                slot, 1, 0, none, none, one.sampling, np.frombuffer(one.sampling.stop_ids, "<i4").astype(np.int64)
+            )
+            for slot, one in enumerate(rows)
+        ]
+    )
+    positions = np.array([one.position for one in rows])
+    return state.sample(logits, np.arange(len(rows)), torch.from_numpy(positions), allowed, positions)
 
 
 def random_logits(num_rows: int, seed: int = 0, vocab: int = VOCAB, scale: float = 3.0) -> torch.Tensor:
@@ -36,7 +70,7 @@ def kept_by_definition(logits: Array, temperature: float, top_k: int, top_p: flo
     return kept
 
 
-def token_by_definition(logits: torch.Tensor, one: RowSampling) -> int:
+def token_by_definition(logits: torch.Tensor, one: OneRow) -> int:
     params = one.sampling
     values = logits.double().numpy()
     kept = kept_by_definition(values, params.temperature, params.top_k, params.top_p)
@@ -137,7 +171,8 @@ def test_logprobs_are_the_log_softmax_and_the_best_by_rank() -> None:
     values = logits.double().log_softmax(-1).numpy()
     for num_best in (4, 0):
         found = best_logprobs(logits, tokens, num_best)
-        for found_ids, found_values, token, value in zip(*found, tokens.tolist(), values, strict=True):
+        for found_ids, found_values, rank, token, value in zip(*found, tokens.tolist(), values, strict=True):
+            assert rank == list(np.argsort(-value, kind="stable")).index(token) + 1
             ids = [token, *np.argsort(-value, kind="stable")[:num_best]]
             assert found_ids.tolist() == ids
             np.testing.assert_allclose(found_values, value[ids], atol=1e-4)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from math import inf
 from typing import Final, NamedTuple
 
 from deepinfer_protocol import (
+    LogitShaping,
     MaskBatch,
     ProtocolError,
     Ready,
@@ -20,8 +22,11 @@ from deepinfer_protocol import (
     SlotSampling,
     StepPlan,
     WorkerConfig,
+    pack_float32,
     pack_int32,
     split_columns,
+    split_words,
+    unpack_float32,
     unpack_int32,
 )
 from deepinfer_workers.runner import DoneStep, StepOutput
@@ -43,7 +48,18 @@ class FakeBatch(NamedTuple):
 class _Slot:
     """What the device knows of one sequence."""
 
-    __slots__ = ("blocks", "generation", "length", "sampling", "stop_ids", "tokens")
+    __slots__ = (
+        "allowed",
+        "bad_words",
+        "banned",
+        "blocks",
+        "generation",
+        "length",
+        "sampling",
+        "shaping",
+        "stop_ids",
+        "tokens",
+    )
 
     def __init__(self, admit: SlotAdmit) -> None:
         self.generation = admit.generation
@@ -52,6 +68,17 @@ class _Slot:
         self.blocks = list(unpack_int32(admit.block_ids))
         self.sampling: SlotSampling = admit.sampling
         self.stop_ids = frozenset(unpack_int32(admit.sampling.stop_ids))
+        self.shaping = admit.sampling.shaping or LogitShaping()
+        self.bad_words = [word.tolist() for word in split_words(self.shaping.bad_words)]
+        biases = zip(unpack_int32(self.shaping.bias_ids), unpack_float32(self.shaping.bias_values), strict=True)
+        self.banned = frozenset(token for token, bias in biases if bias == -inf)
+        bits = self.shaping.allowed_bits
+        self.allowed = int.from_bytes(bits, "little") if bits else None
+
+    @property
+    def output(self) -> list[int]:
+        """What was generated so far."""
+        return self.tokens[self.sampling.num_prompt :]
 
 
 class FakeKV:
@@ -136,9 +163,11 @@ class FakeRunner:
         waiting = {slot for slot, _, _, flags in batch.columns if flags & RowFlag.WAITS_FOR_MASK}
         if waiting != set(masks):
             raise ProtocolError(f"masks for slots {sorted(waiting)} were due, {sorted(masks)} came")
+        prompt = [entry for slot, _, num, _ in batch.columns for entry in self._prompt_logprobs(slot, num)]
         tokens: list[int] = []
         logprob_ids: list[int] = []
         num_tokens: list[int] = []
+        num_ranks = 0
         for (slot, _, _, flags), prefix_hash in zip(batch.columns, hashes, strict=True):
             num_tokens.append(1 if flags & RowFlag.SAMPLE else 0)
             if flags & RowFlag.SAMPLE:
@@ -148,10 +177,28 @@ class FakeRunner:
                 state.tokens.append(token)
                 tokens.append(token)
                 logprob_ids += [token] * (state.sampling.num_logprobs + 1)
+                num_ranks += state.sampling.num_logprobs >= 0
         slots, generations, _, _ = split_columns(batch.plan.rows, 4)
         lengths = [self._slots[slot].length for slot in slots]
         rows = pack_int32(slots + generations) + pack_int32(lengths + num_tokens)
-        return StepOutput(rows, pack_int32(tokens), pack_int32(logprob_ids), bytes(4 * len(logprob_ids)))
+        return StepOutput(
+            rows,
+            pack_int32(tokens),
+            pack_int32(logprob_ids),
+            bytes(4 * len(logprob_ids)),
+            pack_int32([1] * num_ranks),
+            pack_int32([token for token, _, count in prompt for _ in range(count)]),
+            pack_float32([-position for _, position, count in prompt for _ in range(count)]),
+            pack_int32([position for _, position, _ in prompt]),
+        )
+
+    def _prompt_logprobs(self, slot: int, num_positions: int) -> list[tuple[int, int, int]]:
+        """Of the positions that a row has just computed: the next token, its position, how many ids it comes with."""
+        state = self._slots[slot]
+        num_best, end = state.sampling.num_prompt_logprobs, min(state.length + 1, state.sampling.num_prompt)
+        if num_best < 0:
+            return []
+        return [(state.tokens[p], p, num_best + 1) for p in range(state.length - num_positions + 1, end)]
 
     def _take_deltas(self, plan: StepPlan) -> None:
         for slot in unpack_int32(plan.retired):
@@ -185,16 +232,31 @@ class FakeRunner:
     def _sample(self, state: _Slot, prefix_hash: int, mask: int | None) -> int:
         """A function of the prefix and, above temperature 0, of the seed."""
         vocab_size = self._config.fake_vocab_size
+        masks = (mask, state.allowed)
         if state.sampling.temperature > 0:
             prefix_hash ^= state.sampling.seed
+        if state.shaping.presence_penalty:  # a token depends on what is output and what is prompt
+            prefix_hash ^= len(state.output) * _FNV_PRIME
         mixed = ((prefix_hash ^ (prefix_hash >> 29)) * 0xBF58476D1CE4E5B9) & _MASK64
         token = (mixed >> 24) % vocab_size
-        banned = state.stop_ids if state.length + 1 <= state.sampling.min_length else frozenset()
+        passing = _passing_bans(state)
+        fallback: int | None = None  # where nothing else is left, bans that come and go give way
         for candidate in range(token, token + vocab_size):
             choice = candidate % vocab_size
-            if choice not in banned and (mask is None or (mask >> choice) & 1):
+            if choice in state.banned or any(bits is not None and not (bits >> choice) & 1 for bits in masks):
+                continue
+            if choice not in passing:
                 return choice
-        return token
+            fallback = choice if fallback is None else fallback
+        return token if fallback is None else fallback
+
+
+def _passing_bans(state: _Slot) -> set[int]:
+    """Stop tokens before the minimum length, and the last tokens of bad words that are complete but for them."""
+    banned = set(state.stop_ids) if state.length + 1 <= state.sampling.min_length else set()
+    output = state.output if state.bad_words else []
+    banned |= {word[-1] for word in state.bad_words if output[len(output) + 1 - len(word) :] == word[:-1]}
+    return banned
 
 
 def _masks_by_slot(masks: MaskBatch) -> dict[int, int]:

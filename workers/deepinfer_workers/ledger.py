@@ -31,6 +31,8 @@ class SlotChanges:
     """Slots, columns of the block table, block ids."""
     lengths: tuple[Ints, Ints]
     """Slots, lengths."""
+    starts: Ints
+    """[S]: the first position of every row."""
 
 
 class SlotLedger:
@@ -78,6 +80,7 @@ class SlotLedger:
                 np.concatenate((blocks, batch.append_blocks)),
             ),
             lengths=(np.array(admitted, np.int64), np.array([a.length for a in batch.admissions], np.int64)),
+            starts=self._lengths[batch.slots],
         )
 
     def _append(self, slots: Ints, blocks: Ints) -> Ints:

@@ -26,7 +26,7 @@ from deepinfer_workers.models.registry import load_model, open_checkpoint
 from deepinfer_workers.queue_clock import QueueClock, Timing
 from deepinfer_workers.runner import DoneStep, PendingStep, StepOutput, StepTimes, WorkerFault
 from deepinfer_workers.sampler import unpack_masks
-from deepinfer_workers.sampling_state import SamplingState
+from deepinfer_workers.sampling_state import Logprobs, PromptPositions, SamplingState
 from deepinfer_workers.slots import SlotState
 from deepinfer_workers.step_results import StepResults
 from deepinfer_workers.upload import Parcel, to_device
@@ -44,6 +44,8 @@ class BuiltStep:
     """A checked plan and its columns, packed for the device."""
 
     batch: DeviceBatch
+    starts: Ints
+    """[S]: the first position of every row."""
     changes: Parcel | None
     """Slots, positions, tokens; slots, columns, blocks; slots, lengths. `None`: the plan changes nothing."""
     inputs: Parcel
@@ -79,6 +81,7 @@ class ModelRunner:
         device = self._ops.device
         return BuiltStep(
             batch,
+            changes.starts,
             Parcel([*changes.tokens, *changes.blocks, *changes.lengths], device) if has_changes else None,
             Parcel(_inputs(batch, self._limits.num_slots), device),
         )
@@ -98,16 +101,19 @@ class ModelRunner:
         self._change_slots(built)
         if not batch.slots.size:
             return StepResults.empty()
-        positions, row_slots, sampled_slots, sampled = built.inputs.unpack()
-        logits = self._forward(batch, positions, sampled)
+        positions, row_slots, sampled_slots, last = built.inputs.unpack()
+        wanted = self._sampling.prompt_positions(batch.slots, built.starts, batch.counts)
+        hidden = self._forward(batch, positions)
+        logits = self._model.logits(hidden.index_select(0, last))  # [R, V]
         places = self._slots.lengths[sampled_slots]
-        tokens = self._sample(batch, logits, sampled_slots, places, wait_for_masks)
+        tokens = self._sample(built, logits, places, wait_for_masks)
         self._slots.store(sampled_slots, tokens)
         return StepResults(
             batch,
             lengths=self._slots.lengths[row_slots],
             tokens=tokens,
             logprobs=self._sampling.logprobs(logits, tokens, batch.slots[batch.sampled]),
+            prompt_logprobs=None if wanted is None else self._prompt_logprobs(hidden, wanted),
         )
 
     def _change_slots(self, built: BuiltStep) -> None:
@@ -120,13 +126,15 @@ class ModelRunner:
         self._slots.write_lengths(*columns[6:])
         self._sampling.admit(built.batch.admissions)
 
-    def _forward(self, batch: DeviceBatch, positions: Tensor, sampled: Tensor) -> Tensor:
-        """Logits of the sampled rows, [R, V]. Afterwards the lengths are those after the step."""
+    def _forward(self, batch: DeviceBatch, positions: Tensor) -> Tensor:
+        """Hidden states, [T, C]. Afterwards the lengths are those after the step."""
         if self._graphs is not None and batch.num_positions in self._graphs and self._ops.is_flat(batch.counts):
-            hidden = self._graphs.replay(positions)  # [T, C]
-        else:
-            hidden = self._run_layers(positions, batch.counts)
-        return self._model.logits(hidden.index_select(0, sampled))
+            return self._graphs.replay(positions)
+        return self._run_layers(positions, batch.counts)
+
+    def _prompt_logprobs(self, hidden: Tensor, wanted: PromptPositions) -> Logprobs:
+        index = to_device(wanted.packed, hidden.device)
+        return self._sampling.prompt_logprobs(self._model.logits(hidden.index_select(0, index)), wanted)
 
     def _run_layers(self, positions: Tensor, counts: Ints) -> Tensor:
         """Hidden states [T, C] of `positions` [2, T], which are slots and offsets; `counts` [S] are the rows' sizes."""
@@ -147,20 +155,21 @@ class ModelRunner:
         return self._run_layers(positions, np.ones(positions.shape[1], np.int64))
 
     def _sample(
-        self, batch: DeviceBatch, logits: Tensor, device_slots: Tensor, places: Tensor, masks: Callable[[], MaskBatch]
+        self, built: BuiltStep, logits: Tensor, places: Tensor, wait_for_masks: Callable[[], MaskBatch]
     ) -> Tensor:
-        """Tokens of the sampled rows, [R]; rows with a mask in a second launch."""
-        slots = batch.slots[batch.sampled]
+        """Tokens of the sampled rows, [R], to be stored at `places` [R]; rows with a mask in a second launch."""
+        batch = built.batch
+        slots, num_known = batch.slots[batch.sampled], (built.starts + batch.counts)[batch.sampled]
         if not batch.is_waiting.any():
-            return self._sampling.sample(logits, slots, places, None)
-        tokens = torch.zeros_like(device_slots)
-        free, waiting = np.flatnonzero(~batch.is_waiting), np.flatnonzero(batch.is_waiting)
-        if free.size:
-            index = to_device(free, logits.device)
-            tokens[index] = self._sampling.sample(logits[index], slots[free], places[index], None)
-        allowed = self._masks(slots[waiting], masks())
-        index = to_device(waiting, logits.device)
-        tokens[index] = self._sampling.sample(logits[index], slots[waiting], places[index], allowed)
+            return self._sampling.sample(logits, slots, places, None, num_known)
+        tokens = torch.zeros_like(places)
+        for part, has_masks in ((np.flatnonzero(~batch.is_waiting), False), (np.flatnonzero(batch.is_waiting), True)):
+            if part.size:
+                allowed = self._masks(slots[part], wait_for_masks()) if has_masks else None
+                index = to_device(part, logits.device)
+                tokens[index] = self._sampling.sample(
+                    logits[index], slots[part], places[index], allowed, num_known[part]
+                )
         return tokens
 
     def _masks(self, slots: Ints, masks: MaskBatch) -> Tensor:
@@ -197,7 +206,7 @@ class ModelRunner:
             self._cache = PagedKVCache(self._model.cache_shape, self._limits.num_blocks, config.block_size, ops.device)
             self._slots = SlotState(self._limits, ops.device)
             self._ledger = SlotLedger(self._limits)
-            self._sampling = SamplingState(self._slots.tokens)
+            self._sampling = SamplingState(self._slots.tokens, self._limits.vocab_size)
             self._clock = QueueClock(ops.device) if ops.device.type == "cuda" else None
             if self._limits.ladder:
                 self._graphs = GraphLadder(self._limits.ladder, self._run_flat, config.num_slots, ops.device)

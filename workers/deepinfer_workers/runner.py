@@ -28,6 +28,10 @@ class StepOutput(NamedTuple):
     tokens: bytes
     logprob_ids: bytes = b""
     logprobs: bytes = b""
+    logprob_ranks: bytes = b""
+    prompt_logprob_ids: bytes = b""
+    prompt_logprobs: bytes = b""
+    prompt_logprob_ranks: bytes = b""
 
 
 class PendingStep(Protocol):

@@ -1,154 +1,215 @@
-"""Logits to tokens. Every row by itself: its token is a function of its logits, parameters, seed and position.
+"""Logits to tokens: the math, on tensors that are on the device already. Every row by itself.
 
-Greedy rows take the largest logit, the lowest id among equals. Others take the largest of logit / temperature + Gumbel
-noise, which samples from the softmax, over the tokens that top-k and top-p keep. A batch pays only for the features
-that some row of it asks for. Knows nothing of slots and plans.
+A row's logits are restricted (masks, bans), biased, penalised, and then sampled: greedy rows take the largest logit,
+the lowest id among equals; others the largest of logit / temperature + Gumbel noise, which samples from the softmax,
+over the tokens that min-p, top-k and top-p keep. Nothing here waits for the device, unless that is a CPU. Knows nothing
+of slots, plans, or of which row asks for what.
 
-Legend: `R` rows, `V` vocabulary, `k` logprobs.
+Legend: `R` rows, `V` vocabulary, `W` tokens of a history, `k` logprobs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from deepinfer_protocol import SlotSampling
 from deepinfer_workers.noise import gumbel_noise
+from deepinfer_workers.upload import to_device
 
 NUM_CANDIDATES: Final = 1024
-"""Most probable tokens that top-p looks at first; a flat distribution is sorted whole."""
+"""Most probable tokens that top-p looks at first on a CPU; a flat distribution is sorted whole."""
+LOGPROB_ROWS: Final = 64
+"""Rows whose log probabilities are made at once: a long prompt has many."""
 
 
-@dataclass(frozen=True)
-class RowSampling:
-    """What sampling a row takes."""
+class TopRows(NamedTuple):
+    """Rows of a batch that keep their most probable tokens only."""
 
-    sampling: SlotSampling
-    stop_ids: npt.NDArray[np.int64]
-    position: int
-    """Where the token will be stored: the length after the step."""
-
-
-def sample(logits: Tensor, rows: Sequence[RowSampling], allowed: Tensor | None = None) -> Tensor:
-    """One token for each row of `logits` [R, V]: [R] int64. `allowed` [R, V] bool masks tokens out."""
-    logits = _restrict(logits, rows, allowed)
-    warm = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
-    if not warm:
-        return logits.argmax(-1)  # the first of equals
-    if len(warm) == len(rows):
-        return _sample_warm(logits, rows)
-    tokens = logits.argmax(-1)
-    index = torch.tensor(warm, device=logits.device)
-    tokens[index] = _sample_warm(logits.index_select(0, index), [rows[row] for row in warm])
-    return tokens
+    rows: Tensor
+    """[P] int64: which of the batch."""
+    top_k: Tensor
+    """[P] int64; 0 keeps all."""
+    top_p: Tensor
+    """[P] float64"""
+    max_kept: int | None
+    """No row keeps more tokens; `None`: that is not known."""
 
 
 def unpack_masks(bits: bytes, num_rows: int, vocab_size: int, device: torch.device) -> Tensor:
     """Bits of a `MaskBatch` as [rows, V] bool; bits past the vocabulary are ignored."""
     words = np.frombuffer(bits, np.uint8).reshape(num_rows, -1)
     flags = np.unpackbits(words, axis=1, count=vocab_size, bitorder="little")
-    return torch.from_numpy(flags.view(np.bool_)).to(device)
+    return to_device(flags.view(np.bool_), device)
 
 
-def best_logprobs(logits: Tensor, tokens: Tensor, num_best: int) -> tuple[Tensor, Tensor]:
-    """For each row: `tokens` [R] and the `num_best` best, by the logits [R, V] as the model gave them.
+# ---- what may be sampled, and how it is weighed. These work in place, on [R, V] float32.
 
-    Ids [R, 1 + k] int64 and log probabilities [R, 1 + k] float32.
+
+def ban(logits: Tensor, rows: Tensor, tokens: Tensor, is_banned: Tensor) -> None:
+    """Minus infinity at (`rows`, `tokens`) [E] where `is_banned` [E]; a pair may come more than once."""
+    at = rows * logits.shape[1] + tokens
+    bounds = torch.where(is_banned, -torch.inf, torch.inf).to(logits.dtype)
+    logits.view(-1).scatter_reduce_(0, at, bounds, "amin")
+
+
+def add_bias(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> None:
+    """`values` [E] onto the logits of (`rows`, `tokens`) [E], each pair once. Minus infinity bans."""
+    at = rows * logits.shape[1] + tokens
+    flat = logits.view(-1)
+    flat.scatter_(0, at, torch.where(values == -torch.inf, values, flat.gather(0, at) + values))
+
+
+def penalise(
+    logits: Tensor,
+    history: Tensor,
+    positions: Tensor,
+    num_prompt: Tensor,
+    *,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> None:
+    """Penalties [R] float32 by `history` [R, W]: `positions` [R] tokens, of which `num_prompt` [R] are the prompt."""
+    places = torch.arange(history.shape[1], device=history.device)
+    is_known = places < positions[:, None]  # [R, W]
+    is_output = is_known & (places >= num_prompt[:, None])
+    tokens = torch.where(is_known, history, 0).long()
+    is_seen = _count(tokens, is_known, logits.shape[1]) > 0  # [R, V]
+    scale = torch.where(is_seen, repetition[:, None], 1.0)
+    logits.copy_(torch.where(logits > 0, logits / scale, logits * scale))
+    counts = _count(tokens, is_output, logits.shape[1])
+    logits.sub_(frequency[:, None] * counts).sub_(presence[:, None] * (counts > 0))
+
+
+def _count(tokens: Tensor, is_counted: Tensor, num_tokens: int) -> Tensor:
+    """How often each token is in `tokens` [R, W] where `is_counted`: [R, V] int32."""
+    counts = torch.zeros(tokens.shape[0], num_tokens, dtype=torch.int32, device=tokens.device)
+    return counts.scatter_add_(1, tokens, is_counted.to(torch.int32))
+
+
+def or_else(logits: Tensor, fallback: Tensor) -> Tensor:
+    """Rows of `logits` [R, V]; those of `fallback` where no token is left."""
+    return torch.where(logits.amax(-1, keepdim=True) == -torch.inf, fallback, logits)
+
+
+# ---- sampling
+
+
+def sample_warm(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    *,
+    log_min_p: Tensor | None = None,
+    top_rows: tuple[TopRows, ...] = (),
+) -> Tensor:
+    """One token for each row of `logits` [R, V] at its `temperature` above 0, [R] float64: [R] int64.
+
+    `log_min_p` [R] float64: the logarithm of min-p, minus infinity where there is none.
     """
-    values = torch.log_softmax(logits, -1)  # [R, V]
-    num_best = min(num_best, logits.shape[1])
-    ids = tokens[:, None]  # [R, 1]
-    if num_best:
-        ids = torch.cat((ids, _best(values, num_best)), 1)  # [R, 1 + k]
-    return ids, values.gather(1, ids)
-
-
-def _restrict(logits: Tensor, rows: Sequence[RowSampling], allowed: Tensor | None) -> Tensor:
-    """Masked tokens, and the stop tokens of rows that may not end yet, at minus infinity; `logits` stay as they are."""
-    if allowed is not None:
-        logits = logits.masked_fill(~allowed, -torch.inf)
-    banned = [index for index, row in enumerate(rows) if row.position + 1 <= row.sampling.min_length]
-    if not banned:
-        return logits
-    restricted = logits.clone()
-    for index in banned:
-        stop_ids = torch.from_numpy(rows[index].stop_ids).to(logits.device)
-        restricted[index, stop_ids] = -torch.inf
-    # Where a mask leaves nothing but stop tokens, the mask wins.
-    is_empty = restricted.amax(-1, keepdim=True) == -torch.inf  # [R, 1]
-    return torch.where(is_empty, logits, restricted)
-
-
-def _sample_warm(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
-    def column(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=logits.device)
-
-    temperature = column([row.sampling.temperature for row in rows], torch.float64)
     # From the largest down, so that no temperature overflows: a tiny one sends all but the best to minus infinity.
     scores = logits.double()  # [R, V]
     scores = (scores - scores.amax(-1, keepdim=True)).div_(temperature[:, None])
-    picky = [index for index, row in enumerate(rows) if row.sampling.top_k > 0 or row.sampling.top_p < 1]
-    if picky:
-        index = torch.tensor(picky, device=logits.device)
-        top_k = column([rows[row].sampling.top_k for row in picky], torch.int64)
-        top_p = column([rows[row].sampling.top_p for row in picky], torch.float64)
-        scores[index] = _keep_top(scores[index], top_k, top_p)
-    seeds = column([row.sampling.seed for row in rows], torch.int64)
-    positions = column([row.position for row in rows], torch.int64)
+    if log_min_p is not None:
+        scores.masked_fill_(scores < log_min_p[:, None], -torch.inf)
+    for top in top_rows:
+        kept = _keep_top(scores.index_select(0, top.rows), top.top_k, top.top_p, top.max_kept)
+        scores.index_copy_(0, top.rows, kept)
     return scores.add_(gumbel_noise(seeds, positions, logits.shape[1])).argmax(-1)
 
 
-def _keep_top(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def _keep_top(scores: Tensor, top_k: Tensor, top_p: Tensor, max_kept: int | None) -> Tensor:
     """`scores` [R, V] with all but the kept tokens at minus infinity; `top_k` (0: all), `top_p` [R]."""
     num_tokens = scores.shape[1]
     top_k = torch.where(top_k == 0, num_tokens, top_k.clamp(max=num_tokens))
     probs = torch.softmax(scores, -1)
-    num_kept = _count_kept(scores, probs, top_k, top_p, min(NUM_CANDIDATES, num_tokens))
-    if num_kept is None:
-        num_kept = _count_kept(scores, probs, top_k, top_p, num_tokens)
-    assert num_kept is not None
-    return scores.masked_fill(~_is_best(scores, num_kept), -torch.inf)
+    size = num_tokens if max_kept is None else min(max_kept, num_tokens)
+    if max_kept is None and scores.is_cpu and num_tokens > NUM_CANDIDATES:
+        largest = _largest(scores, NUM_CANDIDATES)
+        num_kept, is_told = _count_kept(probs.gather(1, largest.indices), top_k, top_p, num_tokens)
+        if bool(is_told.all()):
+            return scores.masked_fill(~_is_best(scores, largest.values, num_kept), -torch.inf)
+    largest = _largest(scores, size)
+    num_kept, _ = _count_kept(probs.gather(1, largest.indices), top_k, top_p, num_tokens)
+    return scores.masked_fill(~_is_best(scores, largest.values, num_kept), -torch.inf)
 
 
-def _count_kept(scores: Tensor, probs: Tensor, top_k: Tensor, top_p: Tensor, size: int) -> Tensor | None:
-    """How many of the best tokens each row keeps, [R]; `None` when `size` candidates do not tell.
+def _largest(values: Tensor, size: int) -> torch.return_types.topk | torch.return_types.sort:
+    """The `size` largest of each row, falling."""
+    return values.sort(-1, descending=True) if size == values.shape[1] else values.topk(size, -1)
 
-    Sums run from the best token on, so that a row's count is the same for every `size` that tells.
+
+def _count_kept(best: Tensor, top_k: Tensor, top_p: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """How many of the best tokens each row keeps, and whether the `best` probabilities [R, size] tell it: [R] each.
+
+    Sums run from the best token on, so that a row's count is the same for every size that tells.
     """
-    num_tokens = scores.shape[1]
-    best = probs.gather(1, scores.topk(size, -1).indices)  # [R, size], falling
+    size = best.shape[1]
     sums = best.cumsum(-1)
     is_cut = top_k < num_tokens
     cut_mass = sums.gather(1, top_k.clamp(max=size)[:, None] - 1)[:, 0]
     target = top_p * torch.where(is_cut, cut_mass, 1.0)  # top-p is of what top-k keeps
     is_told = (top_k <= size) | (~is_cut & (top_p < 1) & (sums[:, -1] >= target))
-    if not bool(is_told.all()):
-        return None
     # A token stays while those before it do not reach the target.
     num_wanted = (torch.nn.functional.pad(sums[:, :-1], (1, 0)) < target[:, None]).sum(-1)
-    return torch.minimum(torch.where(top_p < 1, num_wanted, top_k), top_k).clamp(min=1)
+    return torch.minimum(torch.where(top_p < 1, num_wanted, top_k), top_k).clamp(min=1), is_told
 
 
-def _is_best(values: Tensor, num_kept: Tensor) -> Tensor:
-    """[R, V] bool: the `num_kept` [R] largest of `values` [R, V]; among equals the lower ids."""
-    largest = values.topk(int(num_kept.max()), -1).values
+def _is_best(values: Tensor, largest: Tensor, num_kept: Tensor) -> Tensor:
+    """[R, V] bool: the `num_kept` [R] largest of `values` [R, V]; among equals the lower ids.
+
+    `largest` [R, size], falling, holds at least that many.
+    """
     threshold = largest.gather(1, num_kept[:, None] - 1)  # [R, 1]
     is_above, is_equal = values > threshold, values == threshold
     room = num_kept[:, None] - is_above.sum(-1, keepdim=True)
     return is_above | (is_equal & (is_equal.cumsum(-1) <= room))
 
 
+# ---- log probabilities
+
+
+class BestLogprobs(NamedTuple):
+    """Of `R` tokens, each with the k best beside it."""
+
+    ids: Tensor
+    """[R, 1 + k] int64: the token's, then the best, falling; the lower id first among equals."""
+    values: Tensor
+    """[R, 1 + k] float32"""
+    ranks: Tensor
+    """[R] int64: the token's own; 1 is the best."""
+
+
+def best_logprobs(logits: Tensor, tokens: Tensor, num_best: int) -> BestLogprobs:
+    """Of `tokens` [R] and the `num_best` best, by the logits [R, V] as the model gave them."""
+    num_best = min(num_best, logits.shape[1])
+    parts = [
+        _best_logprobs(logits[start : start + LOGPROB_ROWS], tokens[start : start + LOGPROB_ROWS], num_best)
+        for start in range(0, len(tokens), LOGPROB_ROWS)
+    ]
+    return parts[0] if len(parts) == 1 else BestLogprobs(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def _best_logprobs(logits: Tensor, tokens: Tensor, num_best: int) -> BestLogprobs:
+    values = torch.log_softmax(logits.float(), -1)  # [R, V]
+    chosen = tokens[:, None]  # [R, 1]
+    own = values.gather(1, chosen)
+    equals_before = (values == own) & (torch.arange(values.shape[1], device=values.device) < chosen)
+    ranks = 1 + (values > own).sum(-1) + equals_before.sum(-1)
+    ids = torch.cat((chosen, _best(values, num_best)), 1) if num_best else chosen
+    return BestLogprobs(ids, values.gather(1, ids), ranks)
+
+
 def _best(values: Tensor, num_best: int) -> Tensor:
     """Ids of the `num_best` largest of `values` [R, V], falling, the lower id first among equals: [R, k]."""
-    num_rows = values.shape[0]
     values = values.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    is_best = _is_best(values, torch.full((num_rows,), num_best, device=values.device))
-    ids = is_best.nonzero()[:, 1].view(num_rows, num_best)  # rising
+    num_kept = torch.full((values.shape[0],), num_best, device=values.device)
+    is_best = _is_best(values, values.topk(num_best, -1).values, num_kept)
+    wanted = torch.arange(1, num_best + 1, device=values.device).expand(values.shape[0], -1).contiguous()
+    ids = torch.searchsorted(is_best.cumsum(-1), wanted)  # [R, k], rising
     order = values.gather(1, ids).sort(stable=True, dim=-1, descending=True).indices
     return ids.gather(1, order)

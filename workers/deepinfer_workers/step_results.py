@@ -5,7 +5,7 @@ Legend: `S` rows, `R` sampled rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -33,6 +33,7 @@ class StepResults:
     tokens: Tensor
     """[R]"""
     logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
 
     @classmethod
     def empty(cls) -> StepResults:
@@ -44,8 +45,9 @@ class StepResults:
         if self.batch is None:
             return self.to_output
         tensors = [self.lengths, self.tokens]
-        if self.logprobs is not None:
-            tensors += [self.logprobs.ids, self.logprobs.values]
+        for logprobs in (self.logprobs, self.prompt_logprobs):
+            if logprobs is not None:
+                tensors += [logprobs.ids, logprobs.values, logprobs.ranks]
         return partial(self._after, Download(tensors, computed, copy_stream))
 
     def to_output(self) -> StepOutput:
@@ -56,12 +58,30 @@ class StepResults:
         num_tokens = np.zeros_like(batch.slots)
         num_tokens[batch.sampled] = 1
         columns = np.concatenate((batch.slots, batch.generations, self.lengths.numpy(), num_tokens))
-        logprobs = (b"", b"") if self.logprobs is None else self.logprobs.to_bytes()
-        return StepOutput(columns.astype(_INT32).tobytes(), self.tokens.numpy().astype(_INT32).tobytes(), *logprobs)
+        return StepOutput(
+            columns.astype(_INT32).tobytes(),
+            self.tokens.numpy().astype(_INT32).tobytes(),
+            *_columns(self.logprobs),
+            *_columns(self.prompt_logprobs),
+        )
 
     def _after(self, download: Download) -> StepOutput:
-        lengths, tokens, *logprobs = download.wait()
-        on_host = replace(self, lengths=lengths, tokens=tokens)
-        if self.logprobs is not None:
-            on_host = replace(on_host, logprobs=replace(self.logprobs, ids=logprobs[0], values=logprobs[1]))
-        return on_host.to_output()
+        lengths, tokens, *rest = download.wait()
+        parts = iter(rest)
+        return replace(
+            self,
+            lengths=lengths,
+            tokens=tokens,
+            logprobs=_on_host(self.logprobs, parts),
+            prompt_logprobs=_on_host(self.prompt_logprobs, parts),
+        ).to_output()
+
+
+def _on_host(logprobs: Logprobs | None, parts: Iterator[Tensor]) -> Logprobs | None:
+    if logprobs is None:
+        return None
+    return replace(logprobs, ids=next(parts), values=next(parts), ranks=next(parts))
+
+
+def _columns(logprobs: Logprobs | None) -> tuple[bytes, bytes, bytes]:
+    return (b"", b"", b"") if logprobs is None else logprobs.to_bytes()

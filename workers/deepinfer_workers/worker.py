@@ -230,6 +230,10 @@ class _Device:
             tokens=output.tokens,
             logprob_ids=output.logprob_ids,
             logprobs=output.logprobs,
+            logprob_ranks=output.logprob_ranks,
+            prompt_logprob_ids=output.prompt_logprob_ids,
+            prompt_logprobs=output.prompt_logprobs,
+            prompt_logprob_ranks=output.prompt_logprob_ranks,
         )
         self._frames.append(encode(result))
         self._ring()
