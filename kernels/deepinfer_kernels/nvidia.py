@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 
 from deepinfer_kernels import triton_kernels as device
-from deepinfer_kernels.attention import PackedRows
+from deepinfer_kernels.attention import Ints, PackedRows
 from deepinfer_kernels.linear import LinearWeight
 
 SHORT_ROW: Final = 8
@@ -55,9 +55,21 @@ class CudaAttentionPlan:
     group_size: int
 
 
-def is_flat(counts: np.ndarray[tuple[int], np.dtype[np.int64]]) -> bool:
+def is_flat(counts: Ints) -> bool:
     """Rows of these sizes attend position by position: what is launched depends on the padded step size alone."""
     return int(counts.sum()) <= FLAT_STEP or int(counts.max()) <= SHORT_ROW
+
+
+def typical_steps(num_kv: int) -> list[Ints]:
+    """A prompt alone, and beside as many single positions as make each number of splits; single positions alone."""
+    long = FLAT_STEP + 1
+    steps = [np.array([long], np.int64)]
+    splits = 1
+    while splits <= MAX_SPLITS:
+        num_singles = -(-WANTED_PROGRAMS // (num_kv * splits))
+        steps += [np.array([long] + [1] * num_singles, np.int64), np.ones(num_singles, np.int64)]
+        splits *= 2
+    return steps
 
 
 def plan_attention(rows: PackedRows, *, block_size: int, group_size: int, num_kv: int) -> CudaAttentionPlan:

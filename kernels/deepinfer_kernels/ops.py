@@ -52,6 +52,8 @@ class Ops:
     paged_attention: Callable[[Tensor, Tensor, Tensor, Any], Tensor]
     is_flat: Callable[[Ints], bool]
     """What is launched for rows of these sizes depends on the padded size of the step alone: a graph can hold it."""
+    typical_steps: Callable[[int], list[Ints]]
+    """Sizes of rows, for that many kv heads, whose steps launch every variant that is compiled at its first use."""
 
 
 ACCELERATORS: Final = ("cpu", "nvidia")
@@ -90,6 +92,7 @@ def _cpu_ops(arithmetic: str, batch_invariant: bool) -> Ops:
         plan_attention=attention.plan_attention,
         paged_attention=attention.paged_attention,
         is_flat=lambda counts: False,
+        typical_steps=lambda num_kv: [],
     )
 
 
@@ -120,4 +123,5 @@ def _nvidia_ops(arithmetic: str, rank: int) -> Ops:
         plan_attention=nvidia.plan_attention,
         paged_attention=nvidia.paged_attention,
         is_flat=nvidia.is_flat,
+        typical_steps=nvidia.typical_steps,
     )

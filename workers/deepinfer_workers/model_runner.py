@@ -57,6 +57,8 @@ class ModelRunner:
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
+        self._graphs: GraphLadder | None = None
+        self._clock: QueueClock | None = None  # of a device with a queue
 
     def load(self, report: Callable[[int, int], None]) -> Ready:
         """Weights, caches, slots, graphs. Raises `WorkerFault`."""
@@ -150,6 +152,17 @@ class ModelRunner:
         self._slots.advance(slots)
         return hidden
 
+    def _prepare_gpu(self) -> None:
+        """Compile what steps will launch, and capture the small ones: none of it shall happen while somebody waits."""
+        null_slot, device = self._config.num_slots, self._ops.device
+        for counts in self._ops.typical_steps(self._model.num_kv_heads):
+            positions = torch.zeros(2, int(counts.sum()), dtype=torch.int64, device=device)
+            positions[0] = null_slot
+            self._model.logits(self._run_layers(positions, counts)[-1:])
+        if self._config.cuda_graphs:
+            self._graphs = GraphLadder(self._limits.ladder, self._run_flat, null_slot, device)
+        self._clock = QueueClock(device)
+
     def _run_flat(self, positions: Tensor) -> Tensor:
         """What a graph does: every position as if it were a row of its own."""
         return self._run_layers(positions, np.ones(positions.shape[1], np.int64))
@@ -199,7 +212,6 @@ class ModelRunner:
             raise WorkerFault("unsupported_model", str(error)) from None
         checkpoint = open_checkpoint(Path(config.model), config.load_format)
         self._ops = ops
-        self._graphs: GraphLadder | None = None
         with torch.inference_mode():
             self._model = load_model(checkpoint, ops, config.max_model_len, report)
             self._limits = _limits(config, self._model, ops)
@@ -207,9 +219,8 @@ class ModelRunner:
             self._slots = SlotState(self._limits, ops.device)
             self._ledger = SlotLedger(self._limits)
             self._sampling = SamplingState(self._slots.tokens, self._limits.vocab_size)
-            self._clock = QueueClock(ops.device) if ops.device.type == "cuda" else None
-            if self._limits.ladder:
-                self._graphs = GraphLadder(self._limits.ladder, self._run_flat, config.num_slots, ops.device)
+            if ops.device.type == "cuda":
+                self._prepare_gpu()
         return Ready(
             epoch=config.epoch,
             rank=config.rank,
@@ -256,7 +267,8 @@ def _limits(config: WorkerConfig, model: Llama, ops: Ops) -> Limits:
     if not num_blocks:
         most_useful = config.num_slots * -(-model.max_len // config.block_size)
         num_blocks = max(1, min(most_useful, _spare_bytes(ops) // block_bytes))
-    has_graphs = ops.device.type == "cuda" and config.cuda_graphs
+    # Without graphs sizes are the same: so are the kernels, and so are the bits.
+    most = min(max(config.num_slots, MIN_LADDER), config.max_batch_positions)
     return Limits(
         num_slots=config.num_slots,
         num_blocks=num_blocks,
@@ -264,7 +276,7 @@ def _limits(config: WorkerConfig, model: Llama, ops: Ops) -> Limits:
         max_len=model.max_len,
         vocab_size=model.vocab_size,
         max_batch_positions=config.max_batch_positions,
-        ladder=ladder(min(max(config.num_slots, MIN_LADDER), config.max_batch_positions)) if has_graphs else (),
+        ladder=ladder(most) if ops.device.type == "cuda" else (),
     )
 
 
