@@ -1,7 +1,7 @@
 """Device operations behind one table. Knows nothing of models, of wires, or of the engine."""
 
-from deepinfer_kernels.attention import AttentionPlan
+from deepinfer_kernels.attention import PackedRows
 from deepinfer_kernels.linear import LinearWeight
 from deepinfer_kernels.ops import Ops, UnknownAccelerator, select_ops
 
-__all__ = ["AttentionPlan", "LinearWeight", "Ops", "UnknownAccelerator", "select_ops"]
+__all__ = ["LinearWeight", "Ops", "PackedRows", "UnknownAccelerator", "select_ops"]

@@ -13,7 +13,6 @@ what an earlier owner left in a block (even an infinity) stays without effect.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -62,40 +61,33 @@ class Combine(Protocol):
     def __call__(self, input: Tensor, other: Tensor, *, out: Tensor) -> Tensor: ...
 
 
-class PlanAttention(Protocol):
-    def __call__(
-        self,
-        starts: Sequence[int],
-        counts: Sequence[int],
-        tables: Tensor,
-        *,
-        block_size: int,
-        group_size: int,
-        num_positions: int,
-    ) -> AttentionPlan: ...
+@dataclass(frozen=True)
+class PackedRows:
+    """Where the positions of a step are: rows (pieces of sequences) one after another, then padding."""
+
+    counts: Ints
+    """[S], on the host: positions of each row."""
+    slots: Tensor
+    """[T]: the slot of each position; padding has one of its own."""
+    positions: Tensor
+    """[T]: index in its sequence."""
+    tables: Tensor
+    """[slots, blocks] int32: block ids of every slot."""
 
 
-def plan_attention(
-    starts: Sequence[int],
-    counts: Sequence[int],
-    tables: Tensor,
-    *,
-    block_size: int,
-    group_size: int,
-    num_positions: int,
-) -> AttentionPlan:
-    """Tile a step whose row `s` has the positions `starts[s]` to `starts[s] + counts[s] - 1`.
-
-    `tables` [S, blocks] holds the rows' block ids. Rows are packed one after another; the step is padded to
-    `num_positions`, and what comes out for the padding means nothing.
-    """
-    width = 1 if max(counts) == 1 else max(1, QUERY_ROWS // group_size)
-    tiles = _QueryTiles.cut(np.asarray(starts, np.int64), np.asarray(counts, np.int64), width)
+def plan_attention(rows: PackedRows, *, block_size: int, group_size: int, num_kv: int) -> AttentionPlan:
+    """Tile a step. What comes out for its padding means nothing."""
+    counts, num_positions = rows.counts, rows.positions.shape[0]
+    firsts = torch.from_numpy(np.cumsum(counts) - counts)
+    starts = rows.positions.index_select(0, firsts).numpy()
+    tables = rows.tables.index_select(0, rows.slots.index_select(0, firsts))
+    width = 1 if int(counts.max()) == 1 else max(1, QUERY_ROWS // group_size)
+    tiles = _QueryTiles.cut(starts, counts, width)
     groups = [_plan_group(tiles.take(part), tables, block_size, group_size) for part in tiles.group_slices()]
     sources = np.zeros((num_positions, group_size), np.int64)  # [T, G]
     places = np.arange(tiles.packed.size).reshape(tiles.packed.shape)  # [t, w]
     sources[tiles.packed] = (places * group_size)[..., None] + np.arange(group_size)
-    return AttentionPlan(groups, torch.from_numpy(sources.ravel()).to(tables.device))
+    return AttentionPlan(groups, torch.from_numpy(sources.ravel()))
 
 
 def paged_attention(queries: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan) -> Tensor:

@@ -6,19 +6,24 @@ Models call these functions and nothing else that computes. `kernels/README.md` 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
-from deepinfer_kernels import reference
-from deepinfer_kernels.attention import AttentionPlan, PlanAttention, paged_attention, plan_attention
-from deepinfer_kernels.linear import LinearWeight, linear, pack_linear, pack_linear_plain
+from deepinfer_kernels import attention, half, reference
+from deepinfer_kernels.attention import Ints, PackedRows
+from deepinfer_kernels.linear import TILE_ROWS, LinearWeight, linear, pack_linear
 
 
 class UnknownAccelerator(ValueError):
     """No table exists for the accelerator, or the accelerator is not there."""
+
+
+class PlanAttention(Protocol):
+    def __call__(self, rows: PackedRows, *, block_size: int, group_size: int, num_kv: int) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -29,50 +34,115 @@ class Ops:
     arithmetic: str
     """`float32`, or in words what is faster."""
     device: torch.device
+    dtype: torch.dtype
+    """Of activations and of what is cached."""
     is_batch_invariant: bool
     """A row's bits depend on its own sequence only."""
+    row_multiple: int
+    """Steps whose number of positions is a multiple of it need no padding inside."""
     pack_linear: Callable[[Tensor], LinearWeight]
+    pack_project: Callable[[Tensor], LinearWeight]
+    """For `project`."""
     linear: Callable[[Tensor, LinearWeight], Tensor]
+    project: Callable[[Tensor, LinearWeight], Tensor]
+    """A `linear` whose result is float32: logits."""
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    rotary: Callable[[Tensor, Tensor, Tensor], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    rotate_and_cache: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     silu_mul: Callable[[Tensor], Tensor]
     embedding: Callable[[Tensor, Tensor], Tensor]
-    kv_write: Callable[[Tensor, Tensor, Tensor], None]
     plan_attention: PlanAttention
-    paged_attention: Callable[[Tensor, Tensor, Tensor, AttentionPlan], Tensor]
+    """The plan is opaque: it goes to `paged_attention` of the same table."""
+    paged_attention: Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+    is_flat: Callable[[Ints], bool]
+    """What is launched for rows of these sizes depends on the padded size of the step alone: a graph can hold it."""
 
 
 ACCELERATORS: Final = ("cpu", "nvidia")
-DTYPES: Final = {"cpu": ("float32",), "nvidia": ("float32",)}
+DTYPES: Final = {"cpu": ("float32", "fast"), "nvidia": ("bfloat16", "float32")}
 """Arithmetics by accelerator; the first one is what `auto` means."""
 
 
-def select_ops(accelerator: str, *, batch_invariant: bool, dtype: str = "auto") -> Ops:
-    """The operations for `accelerator` in the arithmetic `dtype`. Raises `UnknownAccelerator`."""
+def select_ops(accelerator: str, *, batch_invariant: bool, dtype: str = "auto", rank: int = 0) -> Ops:
+    """The operations for `accelerator` in the arithmetic `dtype`, on its device `rank`. Raises `UnknownAccelerator`."""
     if accelerator not in ACCELERATORS:
         raise UnknownAccelerator(f"accelerator {accelerator!r} is unknown: it is one of {', '.join(ACCELERATORS)}")
-    if accelerator == "nvidia" and not torch.cuda.is_available():
-        raise UnknownAccelerator(f"accelerator 'nvidia': this torch ({torch.__version__}) sees no CUDA device")
     dtypes = DTYPES[accelerator]
     if dtype not in ("auto", *dtypes):
         raise UnknownAccelerator(f"accelerator {accelerator!r} has no dtype {dtype!r}: it has {', '.join(dtypes)}")
-    is_cpu = accelerator == "cpu"
+    arithmetic = dtypes[0] if dtype == "auto" else dtype
+    if accelerator == "nvidia":
+        return _nvidia_ops(arithmetic, rank)
+    exact = _cpu_ops(batch_invariant)
+    return exact if arithmetic == "float32" else _fast_ops(exact)
 
-    def pack(weight: Tensor) -> LinearWeight:
-        return pack_linear(weight, batch_invariant=batch_invariant) if is_cpu else pack_linear_plain(weight)
 
+def _cpu_ops(batch_invariant: bool) -> Ops:
     return Ops(
-        accelerator=accelerator,
-        arithmetic=dtypes[0] if dtype == "auto" else dtype,
-        device=torch.device("cpu" if is_cpu else "cuda"),
-        is_batch_invariant=batch_invariant and is_cpu,
-        pack_linear=pack,
+        accelerator="cpu",
+        arithmetic="float32",
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        is_batch_invariant=batch_invariant,
+        row_multiple=TILE_ROWS,
+        pack_linear=partial(pack_linear, batch_invariant=batch_invariant),
+        pack_project=partial(pack_linear, batch_invariant=batch_invariant),
         linear=linear,
+        project=linear,
         rms_norm=reference.rms_norm,
-        rotary=reference.rotary,
+        add_rms_norm=reference.add_rms_norm,
+        rotate_and_cache=reference.rotate_and_cache,
         silu_mul=reference.silu_mul,
         embedding=reference.embedding,
-        kv_write=reference.kv_write,
-        plan_attention=plan_attention,
-        paged_attention=paged_attention,
+        plan_attention=attention.plan_attention,
+        paged_attention=attention.paged_attention,
+        is_flat=lambda counts: False,
+    )
+
+
+def _fast_ops(exact: Ops) -> Ops:
+    """`exact` with weights of half the width. Logits are never rounded: they come from fp16 weights."""
+    reason = half.missing_for_half()
+    if reason:
+        return replace(exact, arithmetic=f"float32, since {reason}")
+    has_bf16 = half.has_bf16_products()
+    pack = half.pack_bf16 if has_bf16 else half.pack_fp16
+    return replace(
+        exact,
+        arithmetic="fast (bf16 products, fp16 head)" if has_bf16 else "fast (fp16 weights)",
+        row_multiple=1,
+        pack_linear=partial(pack, batch_invariant=exact.is_batch_invariant),
+        pack_project=partial(half.pack_fp16, batch_invariant=exact.is_batch_invariant),
+    )
+
+
+def _nvidia_ops(arithmetic: str, rank: int) -> Ops:
+    if not torch.cuda.is_available():
+        raise UnknownAccelerator(f"accelerator 'nvidia': this torch ({torch.__version__}) sees no CUDA device")
+    if rank >= torch.cuda.device_count():
+        raise UnknownAccelerator(f"accelerator 'nvidia': rank {rank}, but {torch.cuda.device_count()} devices are seen")
+    from deepinfer_kernels import nvidia  # needs triton, which comes with CUDA builds of torch
+
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dtype = torch.bfloat16 if arithmetic == "bfloat16" else torch.float32
+    return Ops(
+        accelerator="nvidia",
+        arithmetic=arithmetic,
+        device=device,
+        dtype=dtype,
+        is_batch_invariant=False,
+        row_multiple=TILE_ROWS,
+        pack_linear=partial(nvidia.pack_linear, dtype=dtype),
+        pack_project=partial(nvidia.pack_linear, dtype=dtype),
+        linear=linear,
+        project=nvidia.project,
+        rms_norm=nvidia.rms_norm,
+        add_rms_norm=nvidia.add_rms_norm,
+        rotate_and_cache=nvidia.rotate_and_cache,
+        silu_mul=nvidia.silu_mul,
+        embedding=reference.embedding,
+        plan_attention=nvidia.plan_attention,
+        paged_attention=nvidia.paged_attention,
+        is_flat=nvidia.is_flat,
     )

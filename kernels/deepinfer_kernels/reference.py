@@ -23,6 +23,25 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (x / (mean_square + eps).sqrt()) * weight
 
 
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`x` + `delta` [T, C], and its `rms_norm`: [T, C] each."""
+    total = x + delta
+    return total, rms_norm(total, weight, eps)
+
+
+def rotate_and_cache(heads: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, indices: Tensor) -> Tensor:
+    """Split `heads` [T, H + 2K, D] into queries, keys and values, turn the first two, put the last two into the cache.
+
+    `keys`, `values` [K, positions, D] are written at `indices` [T]. The turned queries: [T, H, D].
+    """
+    num_kv = keys.shape[0]
+    num_turned = heads.shape[1] - num_kv
+    turned = rotary(heads[:, :num_turned], cos[:, None], sin[:, None])  # [T, H + K, D]
+    kv_write(keys, turned[:, num_turned - num_kv :], indices)
+    kv_write(values, heads[:, num_turned:], indices)
+    return turned[:, : num_turned - num_kv]
+
+
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`x` [T, N, D] turned by `cos`, `sin` [T, 1, D/2]; the halves of D are the two coordinates: [T, N, D]."""
     first, second = x.chunk(2, dim=-1)  # [T, N, D/2] each

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from deepinfer_kernels import Ops, UnknownAccelerator, select_ops
 from deepinfer_kernels.linear import TILE_ROWS, proven_heights, tile_heights
+from deepinfer_kernels.reference import rotary
+from doubles.paged import Paged, rand
 
 # Absolute, for inputs of standard normal size.
 TOLERANCE = {"linear": 1e-4, "attention": 1e-5, "elementwise": 1e-5}
@@ -19,17 +20,13 @@ def ops() -> Ops:
     return select_ops("cpu", batch_invariant=True)
 
 
-def rand(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def test_an_unknown_accelerator_is_refused_by_name() -> None:
     with pytest.raises(UnknownAccelerator, match="abacus"):
         select_ops("abacus", batch_invariant=True)
 
 
 def test_an_unknown_dtype_is_refused_by_name() -> None:
-    with pytest.raises(UnknownAccelerator, match="'cpu' has no dtype 'bfloat16': it has float32"):
+    with pytest.raises(UnknownAccelerator, match="'cpu' has no dtype 'bfloat16': it has float32, fast"):
         select_ops("cpu", batch_invariant=True, dtype="bfloat16")
 
 
@@ -65,7 +62,7 @@ def test_row_operations(ops: Ops, width: int) -> None:
 
     def run(rows: slice) -> tuple[Tensor, Tensor, Tensor]:
         part = x[rows].clone()
-        turned = ops.rotary(heads[rows].clone(), cos[rows].clone(), sin[rows].clone())
+        turned = rotary(heads[rows].clone(), cos[rows].clone(), sin[rows].clone())
         return ops.rms_norm(part, weight, 1e-5), ops.silu_mul(part), turned
 
     norm, activated, turned = run(slice(None))
@@ -90,72 +87,23 @@ def test_silu_mul_of_large_values(ops: Ops) -> None:
     assert ops.silu_mul(torch.cat((gate, torch.ones(1, 4)), -1)).tolist() == [[-0.0, 200.0, pytest.approx(0), 0.0]]
 
 
-class Paged:
-    """Sequences in a shuffled paged cache."""
-
-    def __init__(self, lengths: list[int], num_kv: int, group: int, dim: int, block_size: int = 16) -> None:
-        self.lengths, self.group, self.block_size = lengths, group, block_size
-        self.q = [rand(n, num_kv * group, dim, seed=10 + i) for i, n in enumerate(lengths)]
-        self.k = [rand(n, num_kv, dim, seed=500 + i) for i, n in enumerate(lengths)]
-        self.v = [rand(n, num_kv, dim, seed=900 + i) for i, n in enumerate(lengths)]
-        per_row = -(-max(lengths) // block_size)
-        order = np.random.default_rng(0).permutation(per_row * len(lengths))
-        self.tables = torch.from_numpy(order.reshape(len(lengths), per_row).astype(np.int32))
-        num_positions = per_row * len(lengths) * block_size
-        # What nobody wrote is poison: reading it would show.
-        self.keys = torch.full((num_kv, num_positions, dim), torch.nan)
-        self.values = self.keys.clone()
-
-    def fill(self, ops: Ops) -> Paged:
-        for row, length in enumerate(self.lengths):
-            at = torch.arange(length)
-            indices = self.tables[row, at // self.block_size].long() * self.block_size + at % self.block_size
-            ops.kv_write(self.keys, self.k[row], indices)
-            ops.kv_write(self.values, self.v[row], indices)
-        return self
-
-    def attend(self, ops: Ops, rows: list[int], starts: list[int], counts: list[int]) -> list[Tensor]:
-        num_positions = -(-sum(counts) // 16) * 16
-        parts = [self.q[r][s : s + c] for r, s, c in zip(rows, starts, counts, strict=True)]
-        padding = torch.zeros(num_positions - sum(counts), *parts[0].shape[1:])
-        plan = ops.plan_attention(
-            starts,
-            counts,
-            self.tables[rows],
-            block_size=self.block_size,
-            group_size=self.group,
-            num_positions=num_positions,
-        )
-        out = ops.paged_attention(torch.cat((*parts, padding)), self.keys, self.values, plan)
-        return list(out[: sum(counts)].split(counts))  # type: ignore[no-untyped-call]
-
-    def expected(self, row: int) -> Tensor:
-        """[n, H * D], by the definition in float64."""
-        q, k, v = (x[row].double().transpose(0, 1) for x in (self.q, self.k, self.v))
-        k, v = k.repeat_interleave(self.group, 0), v.repeat_interleave(self.group, 0)
-        scores = q @ k.transpose(1, 2) * q.shape[-1] ** -0.5
-        hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-        out = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1) @ v
-        return out.transpose(0, 1).reshape(q.shape[1], -1)
-
-
 @pytest.mark.parametrize(
     ("num_kv", "group", "dim", "block_size"),
     [(3, 3, 64, 16), (2, 4, 8, 16), (1, 1, 16, 1), (1, 17, 32, 48), (2, 8, 128, 64), (1, 16, 64, 256)],
 )
 def test_paged_attention(ops: Ops, num_kv: int, group: int, dim: int, block_size: int) -> None:
     lengths = [200, 1, 64, 65, 130]
-    paged = Paged(lengths, num_kv, group, dim, block_size).fill(ops)
-    whole = paged.attend(ops, [0, 1, 2, 3, 4], [0] * 5, lengths)
+    paged = Paged(ops, lengths, num_kv, group, dim, block_size)
+    whole = paged.attend([0, 1, 2, 3, 4], [0] * 5, lengths)
     for row in range(5):
         assert (whole[row] - paged.expected(row)).abs().max() < TOLERANCE["attention"]
     for chunk in (1, 7, 64):
         starts = list(range(0, 200, chunk))
         for start in starts:
             count = min(chunk, 200 - start)
-            (part,) = paged.attend(ops, [0], [start], [count])
+            (part,) = paged.attend([0], [start], [count])
             assert torch.equal(part, whole[0][start : start + count]), f"{chunk=} {start=}"
-    mixed = paged.attend(ops, [4, 1, 3, 0], [129, 0, 33, 63], [1, 1, 32, 3])
+    mixed = paged.attend([4, 1, 3, 0], [129, 0, 33, 63], [1, 1, 32, 3])
     for part, (row, start, count) in zip(mixed, [(4, 129, 1), (1, 0, 1), (3, 33, 32), (0, 63, 3)], strict=True):
         assert torch.equal(part, whole[row][start : start + count]), f"{row=}"
 
@@ -163,10 +111,29 @@ def test_paged_attention(ops: Ops, num_kv: int, group: int, dim: int, block_size
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 40])
 def test_decode_alone_and_in_a_batch(ops: Ops, num_rows: int) -> None:
     lengths = [1 + 37 * row % 300 for row in range(40)]
-    paged = Paged(lengths, 3, 3, 64).fill(ops)
+    paged = Paged(ops, lengths, 3, 3, 64)
     last = [length - 1 for length in lengths]
-    whole = paged.attend(ops, list(range(40)), last, [1] * 40)
+    whole = paged.attend(list(range(40)), last, [1] * 40)
     for first in range(0, 40, num_rows):
         rows = list(range(first, min(first + num_rows, 40)))
-        parts = paged.attend(ops, rows, [last[row] for row in rows], [1] * len(rows))
+        parts = paged.attend(rows, [last[row] for row in rows], [1] * len(rows))
         assert all(torch.equal(part, whole[row]) for part, row in zip(parts, rows, strict=True)), f"{rows=}"
+
+
+def test_rotate_and_cache_splits_turns_and_stores(ops: Ops) -> None:
+    heads, (cos, sin) = rand(5, 4 + 2 * 2, 8), rand(2, 5, 4, seed=1)
+    keys, values = torch.zeros(2, 2, 20, 8)
+    at = torch.tensor([3, 19, 0, 7, 8])
+    queries = ops.rotate_and_cache(heads, cos, sin, keys, values, at)
+    turned = rotary(heads[:, :6], cos[:, None], sin[:, None])
+    assert torch.equal(queries, turned[:, :4])
+    assert torch.equal(keys[:, at], turned[:, 4:].transpose(0, 1))
+    assert torch.equal(values[:, at], heads[:, 6:].transpose(0, 1))
+    assert not keys[:, [1, 2, 4]].any()
+
+
+def test_add_rms_norm_is_both(ops: Ops) -> None:
+    x, delta, weight = rand(9, 48), rand(9, 48, seed=1), rand(48, seed=2)
+    total, normed = ops.add_rms_norm(x, delta, weight, 1e-5)
+    assert torch.equal(total, x + delta)
+    assert torch.equal(normed, ops.rms_norm(total, weight, 1e-5))

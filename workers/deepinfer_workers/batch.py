@@ -29,6 +29,8 @@ class Limits(NamedTuple):
     max_len: int
     vocab_size: int
     max_batch_positions: int
+    row_multiple: int = ROW_MULTIPLE
+    """Steps are padded to it."""
 
     @property
     def max_blocks(self) -> int:
@@ -104,7 +106,7 @@ class DeviceBatch:
             is_waiting=(flags[sampled] & RowFlag.WAITS_FOR_MASK) != 0,
             row_of=row_of,
             offset_of=np.arange(num_real) - (np.cumsum(counts) - counts)[row_of],
-            num_positions=-(-num_real // ROW_MULTIPLE) * ROW_MULTIPLE,
+            num_positions=-(-num_real // limits.row_multiple) * limits.row_multiple,
         )
 
 

@@ -5,12 +5,10 @@ Legend: `N` layers, `K` kv heads, `D` head dim, `P` positions a block.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-ITEM_BYTES: Final = 4
 
 
 class CacheShape(NamedTuple):
@@ -19,10 +17,11 @@ class CacheShape(NamedTuple):
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    dtype: torch.dtype
 
     @property
     def position_bytes(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * ITEM_BYTES
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
 class PagedKVCache:
@@ -34,8 +33,8 @@ class PagedKVCache:
         num_positions = (num_blocks + 1) * block_size
         # Heads outermost, so that a gather of keys comes out as the batch of matrices that attention multiplies.
         self._store = torch.zeros(
-            shape.num_layers, 2, shape.num_kv_heads, num_positions, shape.head_dim, device=device
-        )  # [N, 2, K, (blocks + 1) * P, D] fp32
+            shape.num_layers, 2, shape.num_kv_heads, num_positions, shape.head_dim, dtype=shape.dtype, device=device
+        )  # [N, 2, K, (blocks + 1) * P, D]
 
     @property
     def null_index(self) -> int:

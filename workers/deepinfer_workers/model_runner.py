@@ -77,7 +77,7 @@ class ModelRunner:
         checkpoint = open_checkpoint(Path(config.model))
         with torch.inference_mode():
             self._ops, self._model = ops, load_model(checkpoint, ops, config.max_model_len, report)
-            self._limits = _limits(config, self._model)
+            self._limits = _limits(config, self._model, ops)
             self._cache = PagedKVCache(self._model.cache_shape, self._limits.num_blocks, config.block_size, ops.device)
             self._slots = SlotState(self._limits, ops.device)
         return Ready(
@@ -97,19 +97,17 @@ class ModelRunner:
 
     def _forward(self, batch: DeviceBatch) -> Tensor:
         """Logits of the sampled rows, [R, V]."""
-        starts, counts = self._slots.starts(batch).tolist(), batch.counts.tolist()
         tokens, positions, cache_indices = self._slots.gather(batch, self._cache.null_index)
         attention = self._ops.plan_attention(
-            starts,
-            counts,
-            self._slots.tables(batch),
+            self._slots.pack(batch, positions),
             block_size=self._limits.block_size,
             group_size=self._model.group_size,
-            num_positions=batch.num_positions,
+            num_kv=self._model.num_kv_heads,
         )
         last = np.cumsum(batch.counts)[batch.sampled] - 1
         sampled = torch.from_numpy(last).to(self._ops.device)
-        return self._model.forward(Positions(tokens, positions, cache_indices, attention, sampled), self._cache)
+        hidden = self._model.forward(Positions(tokens, positions, cache_indices, attention), self._cache)
+        return self._model.logits(hidden.index_select(0, sampled))
 
     def _sample(self, batch: DeviceBatch, logits: Tensor, wait_for_masks: Callable[[], MaskBatch]) -> Tensor:
         """Tokens of the sampled rows, [R]; rows with a mask in a second launch."""
@@ -165,7 +163,7 @@ def _pack(found: list[Logprobs]) -> tuple[bytes, bytes]:
     return ids.tobytes(), values.tobytes()
 
 
-def _limits(config: WorkerConfig, model: Llama) -> Limits:
+def _limits(config: WorkerConfig, model: Llama, ops: Ops) -> Limits:
     block_bytes = model.cache_shape.position_bytes * config.block_size
     num_blocks = config.num_blocks or config.kv_cache_bytes // block_bytes
     if not num_blocks and config.kv_cache_bytes:
@@ -181,6 +179,7 @@ def _limits(config: WorkerConfig, model: Llama) -> Limits:
         max_len=model.max_len,
         vocab_size=model.vocab_size,
         max_batch_positions=config.max_batch_positions,
+        row_multiple=ops.row_multiple,
     )
 
 

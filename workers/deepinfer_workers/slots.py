@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deepinfer_kernels import PackedRows
 from deepinfer_protocol import ProtocolError, SlotSampling
 from deepinfer_workers.batch import Admission, DeviceBatch, Ints, Limits
 
@@ -65,9 +66,11 @@ class SlotState:
         """[S]: the first position of every row."""
         return self._lengths[batch.slots]
 
-    def tables(self, batch: DeviceBatch) -> Tensor:
-        """[S, blocks]: the rows' block ids."""
-        return self._tables.index_select(0, torch.from_numpy(batch.slots).to(self._device))
+    def pack(self, batch: DeviceBatch, positions: Tensor) -> PackedRows:
+        """The step's `positions` [T] with their slots and block tables."""
+        slots = np.full(batch.num_positions, self._limits.num_slots)
+        slots[: len(batch.row_of)] = batch.slots[batch.row_of]
+        return PackedRows(batch.counts, torch.from_numpy(slots).to(self._device), positions, self._tables)
 
     def gather(self, batch: DeviceBatch, null_index: int) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, positions and cache indices of the step's positions, [T] each; padding goes to `null_index`."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepinfer_kernels import AttentionPlan, LinearWeight, Ops
+from deepinfer_kernels import LinearWeight, Ops
 from deepinfer_workers.checkpoint import Checkpoint
 from deepinfer_workers.kv import CacheShape, PagedKVCache
 from deepinfer_workers.models.llama_config import LlamaConfig
@@ -21,7 +22,7 @@ from deepinfer_workers.models.llama_weights import LlamaWeights
 
 @dataclass(frozen=True)
 class Positions:
-    """Where the positions of a step are."""
+    """What a step computes, on the device."""
 
     tokens: Tensor
     """[T]"""
@@ -29,9 +30,8 @@ class Positions:
     """[T]: index in the sequence."""
     cache_indices: Tensor
     """[T]: where their keys and values go."""
-    attention: AttentionPlan
-    sampled: Tensor
-    """[R]: which of them need logits."""
+    attention: Any
+    """What `Ops.plan_attention` made of the step's rows."""
 
 
 @dataclass(frozen=True)
@@ -52,20 +52,25 @@ class Llama:
         self.max_len = max_len or self.config.max_len
         self._ops = ops
         weights = LlamaWeights(checkpoint, self.config, report)
-        self._embedding = weights.read("model.embed_tokens").to(ops.device)  # [V, C]
+        self._embedding = weights.read("model.embed_tokens").to(ops.device, ops.dtype)  # [V, C]
         head = self._embedding if weights.is_tied else weights.read("lm_head").to(ops.device)
-        self._head = ops.pack_linear(head)  # [V, C]
+        self._head = ops.pack_project(head)  # [V, C]
         self._norm = weights.read("model.norm").to(ops.device)  # [C]
         self._layers = [self._read_layer(weights, layer) for layer in range(self.config.num_layers)]
         self._cos, self._sin = self._rope_tables(weights.read_rope_factors())  # [max_len, D/2] each
 
     @property
     def cache_shape(self) -> CacheShape:
-        return CacheShape(self.config.num_layers, self.config.num_kv_heads, self.config.head_dim)
+        config = self.config
+        return CacheShape(config.num_layers, config.num_kv_heads, config.head_dim, self._ops.dtype)
 
     @property
     def vocab_size(self) -> int:
         return self.config.vocab_size
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.config.num_kv_heads
 
     @property
     def group_size(self) -> int:
@@ -73,34 +78,36 @@ class Llama:
         return self.config.num_heads // self.config.num_kv_heads
 
     def forward(self, step: Positions, cache: PagedKVCache) -> Tensor:
-        """Logits [R, V] of the sampled positions; writes the keys and values of all."""
+        """Hidden states [T, C] behind the last layer; writes the keys and values of all positions."""
         ops, eps = self._ops, self.config.rms_eps
-        cos = self._cos.index_select(0, step.positions)[:, None]  # [T, 1, D/2]
-        sin = self._sin.index_select(0, step.positions)[:, None]
+        cos = self._cos.index_select(0, step.positions)  # [T, D/2]
+        sin = self._sin.index_select(0, step.positions)
         x = ops.embedding(step.tokens, self._embedding)  # [T, C]
+        normed = ops.rms_norm(x, self._layers[0].attention_norm, eps)  # [T, C]
+        next_norms = [layer.attention_norm for layer in self._layers[1:]]
         for index, layer in enumerate(self._layers):
             keys, values = cache.layer(index)
-            heads = ops.linear(ops.rms_norm(x, layer.attention_norm, eps), layer.qkv)  # [T, (H + 2K) * D]
-            x = x + ops.linear(self._attend(heads, cos, sin, keys, values, step), layer.attention_out)
-            x = x + ops.linear(
-                ops.silu_mul(ops.linear(ops.rms_norm(x, layer.ffn_norm, eps), layer.gate_up)), layer.down
-            )
-        if not step.sampled.shape[0]:  # prompts that are not complete yet
-            return x.new_empty(0, self.vocab_size)
-        return ops.linear(ops.rms_norm(x.index_select(0, step.sampled), self._norm, eps), self._head)
+            heads = ops.linear(normed, layer.qkv).view(normed.shape[0], -1, self.config.head_dim)  # [T, H + 2K, D]
+            queries = ops.rotate_and_cache(heads, cos, sin, keys, values, step.cache_indices)  # [T, H, D]
+            attended = ops.paged_attention(queries, keys, values, step.attention)  # [T, H * D]
+            x, normed = ops.add_rms_norm(x, ops.linear(attended, layer.attention_out), layer.ffn_norm, eps)
+            delta = ops.linear(ops.silu_mul(ops.linear(normed, layer.gate_up)), layer.down)  # [T, C]
+            if index < len(next_norms):
+                x, normed = ops.add_rms_norm(x, delta, next_norms[index], eps)
+            else:
+                x = x + delta
+        return x
 
-    def _attend(self, heads: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, step: Positions) -> Tensor:
-        config = self.config
-        num_turned = config.num_heads + config.num_kv_heads
-        heads = heads.view(-1, num_turned + config.num_kv_heads, config.head_dim)  # [T, H + 2K, D]
-        turned = self._ops.rotary(heads[:, :num_turned], cos, sin)  # [T, H + K, D]
-        self._ops.kv_write(keys, turned[:, config.num_heads :], step.cache_indices)
-        self._ops.kv_write(values, heads[:, num_turned:], step.cache_indices)
-        return self._ops.paged_attention(turned[:, : config.num_heads], keys, values, step.attention)  # [T, H * D]
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of `hidden` [R, C]: [R, V] float32."""
+        if not hidden.shape[0]:  # prompts that are not complete yet
+            return hidden.new_empty(0, self.vocab_size, dtype=torch.float32)
+        return self._ops.project(self._ops.rms_norm(hidden, self._norm, self.config.rms_eps), self._head)
 
     def _read_layer(self, weights: LlamaWeights, layer: int) -> _Layer:
         def pack(*names: str) -> LinearWeight:
-            return self._ops.pack_linear(torch.cat([weights.read(name, layer) for name in names]).to(self._ops.device))
+            parts = [weights.read(name, layer).to(self._ops.device) for name in names]
+            return self._ops.pack_linear(parts[0] if len(parts) == 1 else torch.cat(parts))
 
         return _Layer(
             attention_norm=weights.read("input_layernorm", layer).to(self._ops.device),
