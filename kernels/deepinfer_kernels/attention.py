@@ -5,15 +5,16 @@ dim, `P` positions a block; `t` query tiles, `p` pairs of a query tile and a key
 `M` rows of a query tile = w * G rounded up, `L` keys a key tile. Knows nothing of slots or models.
 
 The bits of a position depend on its own sequence only, whatever chunk it came in: every product has the same shape
-[M, D] x [D, L] or [M, L] x [L, D], keys are cut at multiples of `L` counted from the start of the sequence, the maximum
-over all keys is exact in any order, and the sums of the key tiles are added up in the order of the keys. A key tile
-that a position may not see adds an exact zero. Keys past the end are replaced by the sequence's own first key, so that
-what an earlier owner left in a block (even an infinity) stays without effect.
+[M, D] x [D, L] or [M, L] x [L, D], or one that was seen to give the same bits; keys are cut at multiples of `L` counted
+from the start of the sequence, the maximum over all keys is exact in any order, and the sums of the key tiles are added
+up in the order of the keys. A key tile that a position may not see adds an exact zero. Keys past the end are replaced
+by the sequence's own first key, so that what an earlier owner left in a block (even an infinity) has no effect.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, Protocol
 
 import numpy as np
@@ -24,6 +25,8 @@ from torch import Tensor
 KEY_TILE: Final = 64
 QUERY_ROWS: Final = 16
 """Rows of a product: the fewest that every GEMM library treats alike (see linear.py)."""
+FEW_QUERY_ROWS: Final = (4, 8)
+"""For single positions, where they were seen to give the same bits as `QUERY_ROWS`."""
 MAX_GROUP_PAIRS: Final = 256
 """Pairs at a time: bounds the temporaries, and keeps them in the cache. Has no influence on bits."""
 
@@ -35,15 +38,13 @@ class TileGroup:
     """Query tiles that are attended together; those with most keys first."""
 
     pair_queries: Tensor
-    """[p * M]: rows of the queries seen as [T * G]. Pairs are ordered by key tile, then by query tile."""
+    """[K * p * M]: rows of the queries seen as [T * H]. Pairs are ordered by key tile, then by query tile."""
     pair_keys: Tensor
     """[p * L]: cache positions."""
     pair_tiles: Tensor
     """[p]: query tile of the pair."""
     hidden: Tensor
-    """[1, p, w, 1, L] bool: the position may not see the key."""
-    num_real: int
-    """w * G: the rows of a query tile that are not padding."""
+    """[p, M, L] bool: the row may not see the key."""
     round_sizes: list[int]
     """For each key tile: how many query tiles reach it. They are the first ones."""
 
@@ -54,7 +55,7 @@ class AttentionPlan:
 
     groups: list[TileGroup]
     sources: Tensor
-    """[T * G]: where the groups' outputs [t * w * G] hold each row."""
+    """[T * H]: where the groups' outputs [K * t * M] hold each row."""
 
 
 class Combine(Protocol):
@@ -81,67 +82,91 @@ def plan_attention(rows: PackedRows, *, block_size: int, group_size: int, num_kv
     firsts = torch.from_numpy(np.cumsum(counts) - counts)
     starts = rows.positions.index_select(0, firsts).numpy()
     tables = rows.tables.index_select(0, rows.slots.index_select(0, firsts))
-    width = 1 if int(counts.max()) == 1 else max(1, QUERY_ROWS // group_size)
+    is_single = int(counts.max()) == 1
+    width = 1 if is_single else max(1, QUERY_ROWS // group_size)
+    height = few_rows(group_size, torch.get_num_threads()) if is_single else _round_up(width * group_size)
     tiles = _QueryTiles.cut(starts, counts, width)
-    groups = [_plan_group(tiles.take(part), tables, block_size, group_size) for part in tiles.group_slices()]
-    sources = np.zeros((num_positions, group_size), np.int64)  # [T, G]
-    places = np.arange(tiles.packed.size).reshape(tiles.packed.shape)  # [t, w]
-    sources[tiles.packed] = (places * group_size)[..., None] + np.arange(group_size)
+    heads = np.arange(num_kv)[:, None] * group_size + np.arange(group_size)  # [K, G]
+    groups = [_plan_group(tiles.take(part), tables, block_size, heads, height) for part in tiles.group_slices()]
+    sources = np.zeros((num_positions, *heads.shape), np.int64)  # [T, K, G]
+    places = np.arange(len(tiles.rows))[:, None] * height + np.arange(width) * group_size  # [t, w]
+    of_head = np.arange(num_kv)[:, None] * (len(tiles.rows) * height) + np.arange(group_size)  # [K, G]
+    sources[tiles.packed] = places[..., None, None] + of_head
     return AttentionPlan(groups, torch.from_numpy(sources.ravel()))
 
 
 def paged_attention(queries: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan) -> Tensor:
     """`queries` [T, H, D] on the caches `keys`, `values` [K, positions, D] of a layer: [T, H * D]."""
     num_positions, num_heads, dim = queries.shape
-    num_kv = keys.shape[0]
-    scaled = (queries * dim**-0.5).view(num_positions, num_kv, -1, dim).transpose(0, 1)  # [K, T, G, D]
-    rows = scaled.reshape(num_kv, -1, dim)  # [K, T * G, D]
+    rows = queries.reshape(-1, dim)  # [T * H, D]
     outs = [_attend(rows, keys, values, group) for group in plan.groups]
-    out = (outs[0] if len(outs) == 1 else torch.cat(outs, 1)).index_select(1, plan.sources)  # [K, T * G, D]
-    return out.view(num_kv, num_positions, -1, dim).transpose(0, 1).reshape(num_positions, num_heads * dim)
+    out = outs[0] if len(outs) == 1 else torch.cat(outs, 1)  # [K, t * M, D]
+    return out.view(-1, dim).index_select(0, plan.sources).view(num_positions, num_heads * dim)
+
+
+@lru_cache(maxsize=64)
+def few_rows(num_rows: int, num_threads: int) -> int:
+    """The smallest height of a query tile for `num_rows` rows. A pure memo of what gives the same bits, measured."""
+    for height in FEW_QUERY_ROWS:
+        if num_rows <= height and _gives_the_same_bits(height, num_threads):
+            return height
+    return _round_up(num_rows)
+
+
+def _gives_the_same_bits(height: int, seed: int) -> bool:
+    generator = torch.Generator().manual_seed(seed)
+    for dim in (8, 16, 64, 80, 128, 256):
+        rows, keys = (torch.randn(40, num, dim, generator=generator) for num in (QUERY_ROWS, KEY_TILE))
+        for count in (1, 2, 3, 5, 8, 40):
+            few, whole = ((rows[:count, :num].contiguous(), keys[:count]) for num in (height, QUERY_ROWS))
+            scores, expected = _scores(*few), _scores(*whole)
+            if not torch.equal(scores, expected[:, :height]):
+                return False
+            if not torch.equal(torch.bmm(scores, few[1]), torch.bmm(expected, whole[1])[:, :height]):
+                return False
+    return True
+
+
+def _round_up(num_rows: int) -> int:
+    return -(-num_rows // QUERY_ROWS) * QUERY_ROWS
+
+
+def _scores(query_tiles: Tensor, key_tiles: Tensor) -> Tensor:
+    """Scaled products of [n, M, D] and [n, L, D]: [n, M, L]."""
+    nothing = query_tiles.new_zeros(())
+    return torch.baddbmm(nothing, query_tiles, key_tiles.transpose(1, 2), beta=0, alpha=query_tiles.shape[-1] ** -0.5)
 
 
 def _attend(rows: Tensor, keys: Tensor, values: Tensor, group: TileGroup) -> Tensor:
-    """One group's outputs, [K, t * w * G, D]. `rows` [K, T * G, D] are the scaled queries."""
-    num_kv, _, dim = rows.shape
-    _, num_pairs, width, _, _ = group.hidden.shape
-    num_real = group.num_real
-    query_tiles = rows.index_select(1, group.pair_queries).view(num_kv * num_pairs, -1, dim)  # [K * p, M, D]
+    """One group's outputs, [K, t * M, D], of the queries `rows` [T * H, D]."""
+    num_kv, _, dim = keys.shape
+    num_pairs, height, _ = group.hidden.shape
+    query_tiles = rows.index_select(0, group.pair_queries).view(num_kv * num_pairs, height, dim)  # [K * p, M, D]
     key_tiles = keys.index_select(1, group.pair_keys).view(num_kv * num_pairs, KEY_TILE, dim)  # [K * p, L, D]
     value_tiles = values.index_select(1, group.pair_keys).view(num_kv * num_pairs, KEY_TILE, dim)  # [K * p, L, D]
 
-    scores = torch.bmm(query_tiles, key_tiles.transpose(1, 2))[:, :num_real].contiguous()  # [K * p, w * G, L]
-    scores.view(num_kv, num_pairs, width, -1, KEY_TILE).masked_fill_(group.hidden, -torch.inf)
-    scores = scores.view(num_kv, num_pairs, num_real, KEY_TILE)
-    peaks = _fold(torch.maximum, scores.amax(-1), group.round_sizes)  # [K, t, w * G]
-    weights = scores.sub_(peaks.index_select(1, group.pair_tiles)[..., None]).exp_()  # [K, p, w * G, L]
-    totals = _fold(torch.add, weights.sum(-1), group.round_sizes)  # [K, t, w * G]
-
-    padded = _pad_rows(weights.view(-1, num_real, KEY_TILE), query_tiles.shape[1])  # [K * p, M, L]
-    sums = torch.bmm(padded, value_tiles)[:, :num_real].reshape(num_kv, num_pairs, num_real, dim)
-    out = _fold(torch.add, sums, group.round_sizes).div_(totals[..., None])  # [K, t, w * G, D]
-    return out.view(num_kv, -1, dim)
+    scores = _scores(query_tiles, key_tiles).view(num_kv, num_pairs, height, KEY_TILE)
+    scores.masked_fill_(group.hidden, -torch.inf)
+    peaks = _fold(torch.maximum, scores.amax(-1), group.round_sizes)  # [K, t, M]
+    weights = scores.sub_(peaks.index_select(1, group.pair_tiles)[..., None]).exp_()  # [K, p, M, L]
+    totals = _fold(torch.add, weights.sum(-1), group.round_sizes)  # [K, t, M]
+    sums = torch.bmm(weights.view(-1, height, KEY_TILE), value_tiles).view(num_kv, num_pairs, height, dim)
+    # A sum that is -0.0 becomes 0.0, as it would by adding a hidden tile.
+    out = _fold(torch.add, sums, group.round_sizes).add_(0.0)
+    return out.div_(totals[..., None]).view(num_kv, -1, dim)
 
 
 def _fold(combine: Combine, pairs: Tensor, round_sizes: list[int]) -> Tensor:
     """Combine `pairs` [K, p, ...] over the key tiles of each query tile, in the order of the keys: [K, t, ...]."""
     offset = round_sizes[0]
-    # A sum that is -0.0 becomes 0.0 here, as it would by adding a hidden tile.
-    total = pairs[:, :offset] + 0.0
+    total = pairs[:, :offset]
+    if len(round_sizes) > 1:
+        total = total.clone()
     for size in round_sizes[1:]:
         reached = total[:, :size]
         combine(reached, pairs[:, offset : offset + size], out=reached)
         offset += size
     return total
-
-
-def _pad_rows(tiles: Tensor, num_rows: int) -> Tensor:
-    """`tiles` [n, rows, L] with zero rows appended: [n, num_rows, L]."""
-    if tiles.shape[1] == num_rows:
-        return tiles
-    padded = tiles.new_zeros(tiles.shape[0], num_rows, tiles.shape[2])
-    padded[:, : tiles.shape[1]] = tiles
-    return padded
 
 
 @dataclass(frozen=True)
@@ -184,27 +209,30 @@ class _QueryTiles:
         return [*slices, slice(first, len(self.num_keys))]
 
 
-def _plan_group(tiles: _QueryTiles, tables: Tensor, block_size: int, group_size: int) -> TileGroup:
+def _plan_group(tiles: _QueryTiles, tables: Tensor, block_size: int, heads: Ints, height: int) -> TileGroup:
+    """`heads` [K, G] are the query heads of each kv head, `height` is M."""
     num_rounds = int(tiles.num_keys[0])
     reached = tiles.num_keys > np.arange(num_rounds)[:, None]  # [rounds, t]
     pair_rounds, pair_tiles = np.nonzero(reached)  # [p] each, by round and then by tile
     key_positions = pair_rounds[:, None] * KEY_TILE + np.arange(KEY_TILE)  # [p, L]
     positions = tiles.positions[pair_tiles]  # [p, w]
-    hidden = key_positions[:, None, :] > positions[:, :, None]  # [p, w, L]
+    num_kv, group_size = heads.shape
+    row_positions = np.repeat(positions, group_size, axis=1)  # [p, w * G]
+    num_real = row_positions.shape[1]
+    # What pads a tile sees all keys that its last row sees: no sum is ever empty.
+    row_positions = np.pad(row_positions, ((0, 0), (0, height - num_real)), mode="edge")  # [p, M]
+    hidden = key_positions[:, None, :] > row_positions[:, :, None]  # [p, M, L]
     key_positions[key_positions > positions[:, -1:]] = 0
-    device = tables.device
-    at = torch.from_numpy(key_positions).to(device)
-    rows = torch.from_numpy(tiles.rows[pair_tiles]).to(device)
+    at = torch.from_numpy(key_positions)
+    rows = torch.from_numpy(tiles.rows[pair_tiles])
     blocks = tables[rows[:, None], at // block_size].long()  # [p, L]
-    num_real = tiles.packed.shape[1] * group_size
-    queries = np.zeros((len(pair_tiles), -(-num_real // QUERY_ROWS) * QUERY_ROWS), np.int64)  # [p, M]
-    heads = tiles.packed[pair_tiles][..., None] * group_size + np.arange(group_size)  # [p, w, G]
-    queries[:, :num_real] = heads.reshape(len(pair_tiles), num_real)
+    queries = np.zeros((num_kv, len(pair_tiles), height), np.int64)  # [K, p, M]
+    packed = tiles.packed[pair_tiles][None, :, :, None] * heads.size + heads[:, None, None, :]  # [K, p, w, G]
+    queries[:, :, :num_real] = packed.reshape(num_kv, -1, num_real)
     return TileGroup(
-        pair_queries=torch.from_numpy(queries.ravel()).to(device),
+        pair_queries=torch.from_numpy(queries.ravel()),
         pair_keys=(blocks * block_size + at % block_size).flatten(),
-        pair_tiles=torch.from_numpy(pair_tiles).to(device),
-        hidden=torch.from_numpy(hidden[None, :, :, None]).to(device),
-        num_real=num_real,
+        pair_tiles=torch.from_numpy(pair_tiles),
+        hidden=torch.from_numpy(hidden),
         round_sizes=reached.sum(1).tolist(),
     )

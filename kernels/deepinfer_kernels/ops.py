@@ -6,16 +6,16 @@ Models call these functions and nothing else that computes. `kernels/README.md` 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
-from deepinfer_kernels import attention, reference
+from deepinfer_kernels import attention, half, reference
 from deepinfer_kernels.attention import Ints, PackedRows
-from deepinfer_kernels.linear import LinearWeight, linear, pack_linear
+from deepinfer_kernels.linear import TILE_ROWS, LinearWeight, linear, pack_linear
 
 
 class UnknownAccelerator(ValueError):
@@ -38,7 +38,11 @@ class Ops:
     """Of activations and of what is cached."""
     is_batch_invariant: bool
     """A row's bits depend on its own sequence only."""
+    row_multiple: int
+    """Steps whose number of positions is a multiple of it need no padding inside."""
     pack_linear: Callable[[Tensor], LinearWeight]
+    pack_project: Callable[[Tensor], LinearWeight]
+    """For `project`."""
     linear: Callable[[Tensor, LinearWeight], Tensor]
     project: Callable[[Tensor, LinearWeight], Tensor]
     """A `linear` whose result is float32: logits."""
@@ -57,7 +61,7 @@ class Ops:
 
 
 ACCELERATORS: Final = ("cpu", "nvidia")
-DTYPES: Final = {"cpu": ("float32",), "nvidia": ("bfloat16", "float32")}
+DTYPES: Final = {"cpu": ("float32", "fast"), "nvidia": ("bfloat16", "float32")}
 """Arithmetics by accelerator; the first one is what `auto` means."""
 
 
@@ -71,17 +75,20 @@ def select_ops(accelerator: str, *, batch_invariant: bool, dtype: str = "auto", 
     arithmetic = dtypes[0] if dtype == "auto" else dtype
     if accelerator == "nvidia":
         return _nvidia_ops(arithmetic, rank)
-    return _cpu_ops(arithmetic, batch_invariant)
+    exact = _cpu_ops(batch_invariant)
+    return exact if arithmetic == "float32" else _fast_ops(exact)
 
 
-def _cpu_ops(arithmetic: str, batch_invariant: bool) -> Ops:
+def _cpu_ops(batch_invariant: bool) -> Ops:
     return Ops(
         accelerator="cpu",
-        arithmetic=arithmetic,
+        arithmetic="float32",
         device=torch.device("cpu"),
         dtype=torch.float32,
         is_batch_invariant=batch_invariant,
+        row_multiple=TILE_ROWS,
         pack_linear=partial(pack_linear, batch_invariant=batch_invariant),
+        pack_project=partial(pack_linear, batch_invariant=batch_invariant),
         linear=linear,
         project=linear,
         rms_norm=reference.rms_norm,
@@ -93,6 +100,22 @@ def _cpu_ops(arithmetic: str, batch_invariant: bool) -> Ops:
         paged_attention=attention.paged_attention,
         is_flat=lambda counts: False,
         typical_steps=lambda num_kv: [],
+    )
+
+
+def _fast_ops(exact: Ops) -> Ops:
+    """`exact` with weights of half the width. Logits are never rounded: they come from fp16 weights."""
+    reason = half.missing_for_half()
+    if reason:
+        return replace(exact, arithmetic=f"float32, since {reason}")
+    has_bf16 = half.has_bf16_products()
+    pack = half.pack_bf16 if has_bf16 else half.pack_fp16
+    return replace(
+        exact,
+        arithmetic="fast (bf16 products, fp16 head)" if has_bf16 else "fast (fp16 weights)",
+        row_multiple=1,
+        pack_linear=partial(pack, batch_invariant=exact.is_batch_invariant),
+        pack_project=partial(half.pack_fp16, batch_invariant=exact.is_batch_invariant),
     )
 
 
@@ -112,7 +135,9 @@ def _nvidia_ops(arithmetic: str, rank: int) -> Ops:
         device=device,
         dtype=dtype,
         is_batch_invariant=False,
+        row_multiple=TILE_ROWS,
         pack_linear=partial(nvidia.pack_linear, dtype=dtype),
+        pack_project=partial(nvidia.pack_linear, dtype=dtype),
         linear=linear,
         project=nvidia.project,
         rms_norm=nvidia.rms_norm,

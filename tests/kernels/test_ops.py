@@ -26,7 +26,7 @@ def test_an_unknown_accelerator_is_refused_by_name() -> None:
 
 
 def test_an_unknown_dtype_is_refused_by_name() -> None:
-    with pytest.raises(UnknownAccelerator, match="'cpu' has no dtype 'bfloat16': it has float32"):
+    with pytest.raises(UnknownAccelerator, match="'cpu' has no dtype 'bfloat16': it has float32, fast"):
         select_ops("cpu", batch_invariant=True, dtype="bfloat16")
 
 

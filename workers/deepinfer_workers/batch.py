@@ -14,8 +14,6 @@ import numpy.typing as npt
 
 from deepinfer_protocol import ProtocolError, RowFlag, SlotAdmit, SlotSampling, StepPlan
 
-ROW_MULTIPLE: Final = 16
-"""Steps are padded to it where there is no ladder, so that the matrix products need not be."""
 _INT32: Final = np.dtype("<i4")
 
 Ints = npt.NDArray[np.int64]
@@ -31,14 +29,15 @@ class Limits(NamedTuple):
     vocab_size: int
     max_batch_positions: int
     ladder: tuple[int, ...] = ()
-    """Sizes that steps are padded to, rising; larger ones go to a multiple of `ROW_MULTIPLE`."""
+    """Sizes that steps are padded to, rising; larger ones go to a multiple of `row_multiple`."""
+    row_multiple: int = 16
 
     def padded(self, num_positions: int) -> int:
         """T for this many positions."""
         at = bisect_left(self.ladder, num_positions)
         if at < len(self.ladder):
             return self.ladder[at]
-        return -(-num_positions // ROW_MULTIPLE) * ROW_MULTIPLE
+        return -(-num_positions // self.row_multiple) * self.row_multiple
 
     @property
     def max_blocks(self) -> int:

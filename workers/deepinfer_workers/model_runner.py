@@ -106,13 +106,17 @@ class ModelRunner:
         positions, row_slots, sampled_slots, last = built.inputs.unpack()
         wanted = self._sampling.prompt_positions(batch.slots, built.starts, batch.counts)
         hidden = self._forward(batch, positions)
-        logits = self._model.logits(hidden.index_select(0, last))  # [R, V]
-        places = self._slots.lengths[sampled_slots]
+        is_every = len(batch.sampled) == len(batch.row_of)  # one position a row, all sampled: plain decoding
+        logits = self._model.logits(
+            hidden[: len(batch.sampled)] if is_every else hidden.index_select(0, last)
+        )  # [R, V]
+        lengths = self._slots.lengths[row_slots]
+        places = lengths if is_every else self._slots.lengths[sampled_slots]
         tokens = self._sample(built, logits, places, wait_for_masks)
         self._slots.store(sampled_slots, tokens)
         return StepResults(
             batch,
-            lengths=self._slots.lengths[row_slots],
+            lengths=lengths,
             tokens=tokens,
             logprobs=self._sampling.logprobs(logits, tokens, batch.slots[batch.sampled]),
             prompt_logprobs=None if wanted is None else self._prompt_logprobs(hidden, wanted),
@@ -277,6 +281,7 @@ def _limits(config: WorkerConfig, model: Llama, ops: Ops) -> Limits:
         vocab_size=model.vocab_size,
         max_batch_positions=config.max_batch_positions,
         ladder=ladder(most) if ops.device.type == "cuda" else (),
+        row_multiple=ops.row_multiple,
     )
 
 

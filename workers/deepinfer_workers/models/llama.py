@@ -54,7 +54,7 @@ class Llama:
         weights = LlamaWeights(checkpoint, self.config, report)
         self._embedding = weights.read("model.embed_tokens").to(ops.device, ops.dtype)  # [V, C]
         head = self._embedding if weights.is_tied else weights.read("lm_head").to(ops.device)
-        self._head = ops.pack_linear(head)  # [V, C]
+        self._head = ops.pack_project(head)  # [V, C]
         self._norm = weights.read("model.norm").to(ops.device)  # [C]
         self._layers = [self._read_layer(weights, layer) for layer in range(self.config.num_layers)]
         self._cos, self._sin = self._rope_tables(weights.read_rope_factors())  # [max_len, D/2] each
@@ -78,31 +78,28 @@ class Llama:
         return self.config.num_heads // self.config.num_kv_heads
 
     def forward(self, step: Positions, cache: PagedKVCache) -> Tensor:
-        """Hidden states [T, C] behind the last layer; writes the keys and values of all positions."""
+        """Hidden states [T, C] behind the last norm; writes the keys and values of all positions."""
         ops, eps = self._ops, self.config.rms_eps
         cos = self._cos.index_select(0, step.positions)  # [T, D/2]
         sin = self._sin.index_select(0, step.positions)
         x = ops.embedding(step.tokens, self._embedding)  # [T, C]
         normed = ops.rms_norm(x, self._layers[0].attention_norm, eps)  # [T, C]
-        next_norms = [layer.attention_norm for layer in self._layers[1:]]
-        for index, layer in enumerate(self._layers):
+        next_norms = [layer.attention_norm for layer in self._layers[1:]] + [self._norm]
+        for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
             keys, values = cache.layer(index)
             heads = ops.linear(normed, layer.qkv).view(normed.shape[0], -1, self.config.head_dim)  # [T, H + 2K, D]
             queries = ops.rotate_and_cache(heads, cos, sin, keys, values, step.cache_indices)  # [T, H, D]
             attended = ops.paged_attention(queries, keys, values, step.attention)  # [T, H * D]
             x, normed = ops.add_rms_norm(x, ops.linear(attended, layer.attention_out), layer.ffn_norm, eps)
             delta = ops.linear(ops.silu_mul(ops.linear(normed, layer.gate_up)), layer.down)  # [T, C]
-            if index < len(next_norms):
-                x, normed = ops.add_rms_norm(x, delta, next_norms[index], eps)
-            else:
-                x = x + delta
-        return x
+            x, normed = ops.add_rms_norm(x, delta, next_norm, eps)
+        return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Of `hidden` [R, C]: [R, V] float32."""
         if not hidden.shape[0]:  # prompts that are not complete yet
             return hidden.new_empty(0, self.vocab_size, dtype=torch.float32)
-        return self._ops.project(self._ops.rms_norm(hidden, self._norm, self.config.rms_eps), self._head)
+        return self._ops.project(hidden, self._head)
 
     def _read_layer(self, weights: LlamaWeights, layer: int) -> _Layer:
         def pack(*names: str) -> LinearWeight:
