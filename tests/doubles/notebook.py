@@ -50,13 +50,13 @@ def _compiled(cell: str) -> Iterator[CodeType]:
     yield compile(ast.Interactive(shown), "<cell>", "single", flags)
 
 
-async def main(script: Path) -> None:
+async def main(script: str) -> None:
     notebook = Notebook()
-    for cell in cells_of(script.read_text()):
+    for cell in cells_of(script):
         error = await asyncio.create_task(notebook.run(cell))
         if error is not None:
             raise error
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1])))
+    asyncio.run(main(Path(sys.argv[1]).read_text()))
