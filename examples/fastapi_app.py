@@ -2,7 +2,9 @@
 
     pip install 'deepinfer-runtime[worker,server]'
     uvicorn --app-dir examples fastapi_app:app
-    curl -N 'http://127.0.0.1:8000/stream?prompt=The+sea+is'
+    curl -N 'http://127.0.0.1:8000/stream?prompt=What+is+the+sea%3F'
+
+`DEEPINFER_HF_MODEL_DIR=DIR` serves the model folder DIR instead of the small one that is fetched by name.
 
 Written with Starlette, which FastAPI is made of: `FastAPI(lifespan=lifespan)` and `@app.get("/stream")` take the same
 two functions as they are.
@@ -10,6 +12,7 @@ two functions as they are.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -43,7 +46,7 @@ async def stream(request: Request) -> Response:
     except InvalidRequest as error:
         return JSONResponse({"error": str(error), "field": error.field}, status_code=400)
     except Overloaded as error:
-        headers = {"Retry-After": f"{error.retry_after_s:.0f}"}
+        headers = {"Retry-After": str(math.ceil(error.retry_after_s))}
         return JSONResponse({"error": str(error)}, status_code=503, headers=headers)
     return StreamingResponse(body(first.text, tokens), media_type="text/plain")
 

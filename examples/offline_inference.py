@@ -1,6 +1,6 @@
 """Answer several prompts at once, and say how fast: what `make demo` runs.
 
-    python examples/offline_inference.py [--model NAME_OR_PATH] [PROMPT ...]
+    python examples/offline_inference.py [--model NAME_OR_PATH] [--max-tokens NUMBER] [PROMPT ...]
 
 `DEEPINFER_HF_MODEL_DIR=DIR` serves the model folder DIR instead of the small one that is fetched by name.
 """
@@ -54,13 +54,12 @@ def say(text: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT")
-    parser.add_argument("--model", help="a known name, a .gguf file or a model folder")
-    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("prompts", nargs="*", default=PROMPTS, metavar="PROMPT")
+    parser.add_argument("--model", default=os.environ.get("DEEPINFER_HF_MODEL_DIR") or "smollm2-135m")
+    parser.add_argument("--max-tokens", type=int, default=128, help="of an answer")
     arguments = parser.parse_args()
-    model = arguments.model or os.environ.get("DEEPINFER_HF_MODEL_DIR") or "smollm2-135m"
     try:
-        asyncio.run(answer(model, arguments.prompts or PROMPTS, arguments.max_tokens))
+        asyncio.run(answer(arguments.model, arguments.prompts, arguments.max_tokens))
     except DeepInferError as error:
         say(f"offline_inference: {error}")
         return 1

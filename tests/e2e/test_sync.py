@@ -60,6 +60,21 @@ def test_ctrl_c_while_reading_ends_the_loop_and_the_engine(own_thread: bool) -> 
     interrupt.join()
 
 
+@pytest.mark.parametrize("own_thread", [False, True])
+def test_ctrl_c_that_is_caught_ends_the_request_and_not_the_engine(own_thread: bool) -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+    with SyncEngine("fake", own_thread=own_thread, **FAKE) as engine:
+        with pytest.raises(KeyboardInterrupt):
+            for chunk in engine.stream(PROMPT, greedy(5000)):
+                if chunk.first_index == 5:
+                    interrupt = threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT))
+                    interrupt.start()
+        interrupt.join()
+        assert engine.generate([1], greedy(50)).token_ids == wanted(50, [1])
+        assert list(engine._engine._core.scheduler.requests) == []
+
+
 def test_use_outside_of_with_is_refused() -> None:
     engine = SyncEngine("fake", **FAKE)
     with pytest.raises(EngineClosed, match="not open"):
