@@ -230,7 +230,11 @@ class TokenStream:
             if mailbox.waiter is not None and not mailbox.waiter.done():
                 raise RuntimeError("this stream is being read already")
             mailbox.waiter = waiter = mailbox.loop.create_future()  # type: ignore[union-attr]
-            await waiter
+            try:
+                await waiter
+            except BaseException:
+                del self  # or a traceback that somebody keeps (IPython, a debugger, a cycle) keeps the request running
+                raise
 
     def _check_loop(self) -> None:
         loop = self._mailbox.loop  # None: refused before it had one

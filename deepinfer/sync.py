@@ -38,7 +38,11 @@ class SyncStream:
         return self
 
     def __next__(self) -> TokenChunk:
-        chunk = self._engine._call(_read, self._stream)
+        try:
+            chunk = self._engine._call(_read, self._stream)
+        except BaseException:
+            del self  # as in TokenStream: a kept traceback must not keep the request
+            raise
         if chunk is None:
             raise StopIteration
         return chunk
@@ -129,7 +133,14 @@ class SyncEngine:
 
     def _call(self, function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
         """`function(*arguments)` on the engine's loop."""
-        return self._session.open().call(function, *arguments)
+        future = self._session.open().start_task_soon(function, *arguments)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # Ctrl-C here: what was called ends there, too
+            raise
+        finally:
+            del arguments  # a kept traceback must not keep a request
 
     def stream(self, prompt: Prompt | None = None, params: SamplingParams | None = None, **options: Any) -> SyncStream:
         """As `Engine.stream`."""

@@ -240,3 +240,20 @@ async def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
                 await anext(engine.stream([1]))
             assert refusal.value.retry_after_s > 0
         assert [len(await tokens_of(stream)) for stream in queued] == [3, 3]
+
+
+async def test_a_kept_traceback_keeps_no_request(engine: Engine, settle: Settle) -> None:
+    """Notebooks keep the last one, debuggers and loggers too."""
+
+    async def read() -> None:
+        async for _ in engine.stream(PROMPT, greedy(5000)):
+            started.set()
+
+    started = asyncio.Event()
+    reading = asyncio.ensure_future(read())
+    await asyncio.wait([reading, asyncio.ensure_future(started.wait())], return_when=asyncio.FIRST_COMPLETED)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError) as kept:
+        await reading
+    await settle(engine)
+    assert kept.traceback

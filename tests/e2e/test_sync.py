@@ -75,6 +75,20 @@ def test_ctrl_c_that_is_caught_ends_the_request_and_not_the_engine(own_thread: b
         assert list(engine._engine._core.scheduler.requests) == []
 
 
+def test_ctrl_c_that_is_caught_ends_what_was_called() -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+    with SyncEngine("fake", **FAKE) as engine:
+        for call in (engine.generate, lambda *given: engine.generate_many([given[0]], given[1], progress=False)):
+            interrupt = threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT))
+            interrupt.start()
+            with pytest.raises(KeyboardInterrupt):
+                call(PROMPT, greedy(5000))
+            interrupt.join()
+            engine.generate([1], greedy(2))
+            assert list(engine._engine._core.scheduler.requests) == []
+
+
 def test_use_outside_of_with_is_refused() -> None:
     engine = SyncEngine("fake", **FAKE)
     with pytest.raises(EngineClosed, match="not open"):
