@@ -41,12 +41,14 @@ def sample(logits: torch.Tensor, rows: Sequence[OneRow], allowed: torch.Tensor |
     return state.sample(logits, np.arange(len(rows)), torch.from_numpy(positions), allowed, positions)
 
 
-def state_of(rows: Sequence[OneRow], vocab_size: int) -> tuple[SamplingState, npt.NDArray[np.int64]]:
+def state_of(
+    rows: Sequence[OneRow], vocab_size: int, device: torch.device | None = None
+) -> tuple[SamplingState, npt.NDArray[np.int64]]:
     """The rows admitted to a slot each, and where their tokens will be stored."""
     tokens = torch.full((len(rows) + 1, max(one.position for one in rows) + 3), vocab_size - 1, dtype=torch.int32)
     for slot, one in enumerate(rows):
         tokens[slot, : one.position] = torch.tensor(one.known, dtype=torch.int32)
-    state = SamplingState(tokens, vocab_size)
+    state = SamplingState(tokens.to(device or "cpu"), vocab_size)
     none = np.array([], np.int64)
     stop_ids = [np.frombuffer(one.sampling.stop_ids, "<i4").astype(np.int64) for one in rows]
     state.admit([Admission(i, 1, 0, none, none, one.sampling, stop_ids[i]) for i, one in enumerate(rows)])

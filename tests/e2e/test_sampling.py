@@ -56,7 +56,6 @@ async def test_a_length_is_no_stop_reason(word_model: str) -> None:
 async def test_log_probabilities_of_a_prompt_are_there_with_the_first_token(word_model: str) -> None:
     async with Engine("fake", prefill_chunk=2, **FAKE) as engine:
         stream = engine.stream([*PROMPT, 9, 9], SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1, n=2))
-        assert stream.prompt_logprobs is None
         await anext(stream)
         told = stream.prompt_logprobs
         assert told is not None and told[0] is None

@@ -117,8 +117,7 @@ def test_an_engine_forgotten_in_its_own_thread_closes_in_another() -> None:
     engine.generate(PROMPT, greedy(1))
     session, finalizer = engine._session, engine._finalizer
     session.call(_run, finalizer)
-    [closing] = [thread for thread in threading.enumerate() if thread.name == "deepinfer-close"] or [None]
-    if closing is not None:
+    for closing in [thread for thread in threading.enumerate() if thread.name == "deepinfer-close"]:
         closing.join()
     assert session._is_closed and engine._engine.worker_pids == []
 
@@ -161,7 +160,8 @@ def test_a_list_of_prompts_gives_a_list() -> None:
         assert [each.token_ids for each in done] == [wanted(3, [1]), wanted(4, [2])]
         one = engine.generate({"prompt_token_ids": PROMPT, "multi_modal_data": None}, sampling_params=greedy(3))
         assert one.token_ids == wanted(3)
-        assert engine.generate(prompts=[PROMPT], sampling_params=greedy(3), use_tqdm=False)[0].token_ids == wanted(3)
+        named: Any = engine.generate(prompts=[PROMPT], sampling_params=greedy(3), use_tqdm=False)
+        assert [each.token_ids for each in named] == [wanted(3)]
         assert tokens_of(engine.stream(PROMPT, sampling_params=greedy(3), rid="mine", lora_request=None)) == wanted(3)
 
 

@@ -229,7 +229,7 @@ def test_penalties_biases_and_bans_become_words_of_the_device() -> None:
         repetition_penalty=1.5,
         presence_penalty=1,
         frequency_penalty=-1,
-        logit_bias={"9": 2, 4: -100},
+        logit_bias={"9": 2, "4": -100},
         banned_token_ids=[7, 4],
     )
     assert shaping(params, [[5], [1, 2, 3]]) == LogitShaping(

@@ -34,9 +34,10 @@ DOCS: Final = Path(__file__).resolve().parents[2] / "docs" / "migrating.md"
 VLLM_FIELDS: Final = (
     "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
     "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs",
-    "detokenize", "logprob_token_ids", "flat_logprobs", "skip_special_tokens", "spaces_between_special_tokens", "output_kind",
-    "include_stop_str_in_output", "stream_interval", "structured_outputs", "logit_bias", "allowed_token_ids",
-    "bad_words", "extra_args", "skip_reading_prefix_cache", "thinking_token_budget", "repetition_detection", "best_of",
+    "detokenize", "logprob_token_ids", "flat_logprobs", "skip_special_tokens", "spaces_between_special_tokens",
+    "output_kind", "include_stop_str_in_output", "stream_interval", "structured_outputs", "logit_bias",
+    "allowed_token_ids", "bad_words", "extra_args", "skip_reading_prefix_cache", "thinking_token_budget",
+    "repetition_detection", "best_of",
     "use_beam_search", "logits_processors", "truncate_prompt_tokens",
 )  # fmt: skip
 SGLANG_FIELDS: Final = (
@@ -64,9 +65,14 @@ def test_an_alias_sets_the_field(name: str) -> None:
 
 
 def test_two_names_of_one_field_agree_or_are_refused() -> None:
-    both: dict[str, Any] = {"seed": 5, "seq_seed": 5, "sampling_seed": 5}
-    assert SamplingParams(**both) == SamplingParams(seq_seed=5)
-    for fields in ({"seed": 5, "seq_seed": 6}, {"seed": 5, "sampling_seed": 6}, {"seq_seed": 6, "sampling_seed": 5}):
+    fields: dict[str, Any] = {"seed": 5, "seq_seed": 5, "sampling_seed": 5}
+    assert SamplingParams(**fields) == SamplingParams(seq_seed=5)
+    conflicts: list[dict[str, Any]] = [
+        {"seed": 5, "seq_seed": 6},
+        {"seed": 5, "sampling_seed": 6},
+        {"seq_seed": 6, "sampling_seed": 5},
+    ]
+    for fields in conflicts:
         with pytest.raises(InvalidRequest, match="it is seq_seed, which has another value here"):
             SamplingParams(**fields)
 

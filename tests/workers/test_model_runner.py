@@ -58,8 +58,8 @@ def run_alone(driver: Driver, tokens: list[int], chunks: list[int], num_new: int
 
 def prompt_entries(output: StepOutput, num_best: int) -> list[tuple[bytes, bytes, bytes]]:
     """Ids, log probabilities and rank of each prompt token of a step, to the bit."""
-    columns = (output.prompt_logprob_ids, 1 + num_best), (output.prompt_logprobs, 1 + num_best)
-    columns += ((output.prompt_logprob_ranks, 1),)
+    width = 1 + num_best
+    columns = (output.prompt_logprob_ids, width), (output.prompt_logprobs, width), (output.prompt_logprob_ranks, 1)
     count = len(output.prompt_logprob_ranks) // 4
     split = [[data[4 * width * i : 4 * width * (i + 1)] for i in range(count)] for data, width in columns]
     return list(zip(*split, strict=True))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepinfer_protocol import LogitShaping, ProtocolError, SlotSampling, pack_float32, pack_int32
 from deepinfer_workers.batch import Admission
+from deepinfer_workers.sampler import best_logprobs
 from deepinfer_workers.sampling_state import SamplingState
 from doubles.sampling import Floats, OneRow, sample, state_of, token_by_definition
 
@@ -27,7 +30,7 @@ def words(*tokens: Sequence[int]) -> bytes:
     return pack_int32([number for word in tokens for number in (len(word), *word)])
 
 
-def bias(**values: float) -> dict[str, bytes]:
+def bias(**values: float) -> dict[str, Any]:
     """`t5=1.0`: of token 5."""
     ids = sorted(int(name[1:]) for name in values)
     return {"bias_ids": pack_int32(ids), "bias_values": pack_float32([values[f"t{token}"] for token in ids])}
@@ -86,12 +89,12 @@ def test_only_allowed_tokens_are_sampled() -> None:
 
 def test_a_bad_word_is_never_completed_in_the_output() -> None:
     logits = plain_logits(4.0, 3.0, 2.0)
-    word = {"bad_words": words([7, 8, 0])}
+    word: dict[str, Any] = {"bad_words": words([7, 8, 0])}
     assert sample(logits, [shaped([9, 7, 8], 1, **word)]).item() == 1
     assert sample(logits, [shaped([7, 8], 1, **word)]).item() == 0  # its start is in the prompt
     assert sample(logits, [shaped([8], 0, **word)]).item() == 0  # and here it is cut off
     assert sample(logits, [shaped([7, 8, 7], 0, **word)]).item() == 0
-    both = {"bad_words": words([8, 0], [0], [8, 1], [3, 8, 0])}
+    both: dict[str, Any] = {"bad_words": words([8, 0], [0], [8, 1], [3, 8, 0])}
     assert sample(logits, [shaped([8], 0, **both)]).item() == 2
 
 
@@ -248,9 +251,88 @@ def test_a_slot_forgets_its_last_owner() -> None:
         ({"allowed_bits": bytes(36)}, "36 bytes of allowed tokens, 40 were expected"),
     ],
 )
-def test_a_token_that_the_model_does_not_have_is_refused(shaping: dict[str, bytes], complaint: str) -> None:
+def test_a_token_that_the_model_does_not_have_is_refused(shaping: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ProtocolError, match=f"admission to slot 0: {complaint}"):
         state_of([shaped(**shaping)], VOCAB)
+
+
+# ---- nothing waits for the device
+
+
+class NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses every operation whose result a device would have to be waited for."""
+
+    WAITING: Final = frozenset(
+        {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero", "repeat_interleave"}
+    )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in self.WAITING, f"{func} waits"
+        if name in ("index", "index_put", "index_put_"):
+            assert all(index is None or index.dtype != torch.bool for index in args[1]), f"{func} by a mask waits"
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_watch_finds_what_waits() -> None:
+    values = torch.arange(3)
+    waiting: list[Callable[[], object]] = [
+        lambda: values.sum().item(),
+        lambda: bool(values.any()),
+        lambda: values[values > 1],
+        lambda: values.nonzero(),
+        lambda: torch.repeat_interleave(values, values),
+    ]
+    for work in waiting:
+        with pytest.raises(AssertionError, match="waits"), NoWaiting():  # type: ignore[no-untyped-call]
+            work()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_waits_for_the_device(seed: int) -> None:
+    """On a CPU, with a vocabulary so small that it takes the way of every device."""
+    rng = random.Random(seed)
+    rows = [random_row(rng) for _ in range(40)]
+    samplings = [msgspec.structs.replace(one.sampling, num_logprobs=rng.randint(-1, 3)) for one in rows]
+    rows = [one._replace(sampling=sampling) for one, sampling in zip(rows, samplings, strict=True)]
+    logits = torch.from_numpy(random_logits(np.random.default_rng(seed), len(rows)))
+    mask = torch.from_numpy(np.random.default_rng(seed).random(logits.shape) < 0.7)
+    slots = np.arange(len(rows))
+    with NoWaiting():  # type: ignore[no-untyped-call]
+        state, at = state_of(rows, VOCAB)
+        positions = torch.from_numpy(at)
+        tokens = state.sample(logits, slots, positions, mask, at)
+        assert state.logprobs(logits, tokens, slots) is not None
+        wanted = state.prompt_positions(slots, np.zeros_like(slots), at)
+        assert wanted is None
+        state.retire(slots)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("vocab", [VOCAB, 5000])
+def test_a_gpu_samples_what_a_cpu_does_and_is_not_waited_for(seed: int, vocab: int) -> None:
+    rng = random.Random(seed)
+    rows = [random_row(rng) for _ in range(40)]
+    rows = [one._replace(sampling=msgspec.structs.replace(one.sampling, num_logprobs=3)) for one in rows]
+    if vocab != VOCAB:  # bits are of one vocabulary
+        plain = [msgspec.structs.replace(one.sampling, shaping=None) for one in rows]
+        rows = [one._replace(sampling=sampling) for one, sampling in zip(rows, plain, strict=True)]
+    logits = torch.randn(40, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+    wanted = sample(logits, rows).tolist()
+    state, at = state_of(rows, vocab, torch.device("cuda"))
+    slots, on_gpu, positions = np.arange(40), logits.cuda(), torch.from_numpy(at).cuda()
+    state.sample(on_gpu, slots, positions, None, at)  # kernels are loaded at their first use
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        tokens = state.sample(on_gpu, slots, positions, None, at)
+        logprobs = state.logprobs(on_gpu, tokens, slots)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert tokens.tolist() == wanted and logprobs is not None
+    best = best_logprobs(logits, torch.tensor(wanted), 3)
+    assert logprobs.ids.tolist() == best.ids.tolist() and logprobs.ranks.tolist() == best.ranks.tolist()
+    torch.testing.assert_close(logprobs.values.cpu(), best.values, atol=1e-4, rtol=0)
 
 
 # ---- the positions of prompts
