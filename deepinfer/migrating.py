@@ -235,14 +235,13 @@ FOREIGN_OPTIONS: Final[Table] = {
 def rename_options(options: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> dict[str, Any]:
     """`options` of a request, with those of `elsewhere` by our names. Raises `InvalidRequest` and `TypeError`."""
     own = {name: value for name, value in options.items() if value is not None}
+    own |= {name: value for name, value in elsewhere.items() if name in OWN_OPTIONS}
     for name, value in elsewhere.items():
         if name in OPTION_ALIASES:
             _take_alias(own, name, OPTION_ALIASES[name], value, InvalidRequest)
         elif name in FOREIGN_OPTIONS:
             _drop(FOREIGN_OPTIONS[name], name, value, InvalidRequest)
-        elif name in OWN_OPTIONS:
-            own[name] = value
-        else:
+        elif name not in OWN_OPTIONS:
             raise TypeError(f"a request has no argument {name!r}")
     return own
 

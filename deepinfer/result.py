@@ -161,5 +161,7 @@ def _by_token(entry: TokenLogprob, spell: Callable[[int], str] | None) -> dict[i
     def view(token_id: int, logprob: float, rank: int) -> LogprobView:
         return LogprobView(logprob, rank, None if spell is None else spell(token_id))
 
-    own = {entry.token_id: view(entry.token_id, entry.logprob, entry.rank)}
-    return own | {best.token_id: view(best.token_id, best.logprob, 1 + place) for place, best in enumerate(entry.top)}
+    views = {entry.token_id: view(entry.token_id, entry.logprob, entry.rank)}
+    for place, best in enumerate(entry.top):
+        views.setdefault(best.token_id, view(best.token_id, best.logprob, 1 + place))
+    return views

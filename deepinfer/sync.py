@@ -1,20 +1,19 @@
-"""SyncEngine: the same engine for scripts without an event loop. A thin face over anyio's blocking portal."""
+"""SyncEngine: the same engine for scripts without an event loop, on a loop in a thread of its own."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import weakref
 from array import array
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
-from anyio.from_thread import BlockingPortal, start_blocking_portal
-
 from deepinfer.engine import Engine
-from deepinfer.errors import EngineClosed, InvalidRequest
+from deepinfer.errors import EngineClosed, ForkedEngine, InvalidRequest
+from deepinfer.home import OwnThread
 from deepinfer.intake import Messages, Prompt
 from deepinfer.migrating import rename_options
 from deepinfer.result import Completion
@@ -27,7 +26,7 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 class SyncStream:
-    """A `TokenStream`, read by `for`. Leaving `with`, or Ctrl-C inside it, ends the request."""
+    """A `TokenStream`, read by `for`. Leaving `with`, or Ctrl-C while reading, ends the request."""
 
     def __init__(self, engine: SyncEngine, stream: TokenStream) -> None:
         self._engine = engine
@@ -41,7 +40,7 @@ class SyncStream:
         try:
             chunk = self._engine._call(_read, self._stream)
         except BaseException:
-            del self  # as in TokenStream: a kept traceback must not keep the request
+            self.abort()  # Ctrl-C: whoever keeps the traceback (a shell, a debugger) must not keep the request
             raise
         if chunk is None:
             raise StopIteration
@@ -64,45 +63,70 @@ class _Session:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.portal: BlockingPortal | None = None
-        self.is_closed = False
+        self._home: OwnThread | None = None
+        self._is_closed = False
         self._lock = threading.Lock()
-        self._stack = ExitStack()
         self._pid = os.getpid()
-        self._thread_id = 0
 
-    def open(self) -> BlockingPortal:
-        """The portal to the running engine. Raises what `Engine.open` raises, `EngineClosed` after a close."""
+    def call(self, function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+        """`function(*arguments)` on the engine's loop, which is opened if it was not yet.
+
+        Raises what `Engine.open` raises, `EngineClosed` after a close.
+        """
+        if os.getpid() != self._pid:
+            raise ForkedEngine("this engine was made before a fork; make one in the child")
+        return _run(self._opened(), function, *arguments)
+
+    def _opened(self) -> OwnThread:
         with self._lock:
-            if self.is_closed:
+            if self._is_closed:
                 raise EngineClosed("the engine is not open: it was closed")
-            if self.portal is None:
+            if self._home is None:
+                home = OwnThread()
                 try:
-                    portal = self._stack.enter_context(start_blocking_portal("asyncio"))
-                    self._thread_id = portal.call(threading.get_ident)
-                    portal.call(self.engine.open)
+                    _run(home, self.engine.open)
                 except BaseException:
-                    self.is_closed = True
-                    self._stack.close()
+                    self._is_closed = True
+                    _end(home, self.engine)
                     raise
-                self.portal = portal
-            return self.portal
+                self._home = home
+            return self._home
 
     def close(self) -> None:
-        with self._lock, self._stack:
-            portal, self.portal = self.portal, None
-            self.is_closed = True
-            if portal is not None:
-                portal.call(self.engine.aclose)
+        """End every open stream, the workers and the thread. Idempotent."""
+        if os.getpid() != self._pid:
+            return  # in a forked child: thread and workers are the parent's
+        with self._lock:
+            home, self._home, self._is_closed = self._home, None, True
+            if home is not None:
+                _end(home, self.engine)
 
     def close_forgotten(self) -> None:
-        """`close` from a finalizer: it may run in the engine's own thread, or in a child that has none."""
-        if os.getpid() != self._pid:
-            return
-        if threading.get_ident() == self._thread_id:
+        """`close` from a finalizer, which may run in the engine's own thread."""
+        home = self._home
+        if home is not None and home.is_here():
             threading.Thread(target=self.close, name="deepinfer-close").start()
         else:
             self.close()
+
+
+def _run(home: OwnThread, function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+    async def work() -> T:
+        return await function(*arguments)
+
+    future = asyncio.run_coroutine_threadsafe(work(), home.loop)
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()  # Ctrl-C here: what was called ends there, too
+        raise
+
+
+def _end(home: OwnThread, engine: Engine) -> None:
+    try:
+        _run(home, engine.aclose)
+    finally:
+        home.close()
 
 
 class SyncEngine:
@@ -118,7 +142,7 @@ class SyncEngine:
         self._finalizer = weakref.finalize(self, self._session.close_forgotten)
 
     def __enter__(self) -> Self:
-        self._session.open()
+        self._session.call(_do_nothing)
         return self
 
     def __exit__(
@@ -133,14 +157,7 @@ class SyncEngine:
 
     def _call(self, function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
         """`function(*arguments)` on the engine's loop."""
-        future = self._session.open().start_task_soon(function, *arguments)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()  # Ctrl-C here: what was called ends there, too
-            raise
-        finally:
-            del arguments  # a kept traceback must not keep a request
+        return self._session.call(function, *arguments)
 
     def stream(self, prompt: Prompt | None = None, params: SamplingParams | None = None, **options: Any) -> SyncStream:
         """As `Engine.stream`."""
@@ -207,6 +224,10 @@ def _is_many(prompt: Any) -> bool:
     if isinstance(prompt[0], Mapping) and "role" in prompt[0]:
         raise InvalidRequest("prompt", "messages came: chat() takes them, or messages=...")
     return isinstance(prompt[0], str | list | tuple | array | Mapping)
+
+
+async def _do_nothing() -> None:
+    """To open the engine."""
 
 
 async def _read(stream: TokenStream) -> TokenChunk | None:

@@ -31,11 +31,21 @@ class Bench:
         self.now = 0.0
         self.requests: list[Request] = []
 
-    def add(self, prompt: list[int], num_new: int = 4, *, n: int = 1, **options: Any) -> Request:
+    def add(
+        self,
+        prompt: list[int],
+        num_new: int = 4,
+        *,
+        n: int = 1,
+        sampling: SlotSampling | None = None,
+        **options: Any,
+    ) -> Request:
         request = Request(
             f"r{len(self.requests)}",
             array("i", prompt),
-            [SlotSampling(temperature=1.0, seed=index) for index in range(n)] if n > 1 else [SlotSampling()],
+            [SlotSampling(temperature=1.0, seed=index) for index in range(n)]
+            if n > 1
+            else [sampling or SlotSampling()],
             max_length=len(prompt) + num_new,
             stop_ids=frozenset(),
             arrival_s=self.now,

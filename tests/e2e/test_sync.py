@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
-from deepinfer import EngineClosed, InvalidRequest, SyncEngine, SyncStream
+from deepinfer import (
+    EngineClosed,
+    InvalidRequest,
+    LogprobView,
+    SamplingParams,
+    SyncEngine,
+    SyncStream,
+    UnknownModel,
+)
 from doubles.reading import FAKE, PROMPT, VOCAB_SIZE, greedy, wanted
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -89,11 +103,8 @@ def test_ctrl_c_that_is_caught_ends_what_was_called() -> None:
             assert list(engine._engine._core.scheduler.requests) == []
 
 
-def test_use_outside_of_with_is_refused() -> None:
-    engine = SyncEngine("fake", **FAKE)
-    with pytest.raises(EngineClosed, match="not open"):
-        engine.generate(PROMPT)
-    with engine:
+def test_use_after_the_close_is_refused() -> None:
+    with SyncEngine("fake", **FAKE) as engine:
         open_stream = engine.stream(PROMPT, greedy(5000))
         next(open_stream)
     engine.close()
@@ -102,3 +113,122 @@ def test_use_outside_of_with_is_refused() -> None:
     open_stream.abort()
     with pytest.raises(EngineClosed, match="not open"):
         engine.stream(PROMPT)
+    with pytest.raises(EngineClosed, match="not open"), engine:
+        pass
+
+
+# ---- without `with`
+
+
+def test_an_engine_opens_at_its_first_use_and_closes_when_it_is_forgotten() -> None:
+    engine = SyncEngine("fake", **FAKE)
+    assert engine._engine.worker_pids == []
+    assert engine.generate(PROMPT, greedy(5)).token_ids == wanted(5)
+    with engine:  # it is open already, and ends here
+        assert tokens_of(engine.stream(PROMPT, greedy(5))) == wanted(5)
+    engine = SyncEngine("fake", **FAKE)
+    stream = engine.stream(PROMPT, greedy(5000))
+    next(stream)
+    del stream, engine
+
+
+def test_an_engine_that_cannot_open_says_why_each_time() -> None:
+    engine = SyncEngine("no-such-model", **FAKE)
+    with pytest.raises(UnknownModel):
+        engine.generate(PROMPT)
+    with pytest.raises(EngineClosed):
+        engine.generate(PROMPT)
+
+
+def test_an_engine_forgotten_in_its_own_thread_closes_in_another() -> None:
+    """A collector may run anywhere."""
+    engine = SyncEngine("fake", **FAKE)
+    engine.generate(PROMPT, greedy(1))
+    session, finalizer = engine._session, engine._finalizer
+    session.call(_run, finalizer)
+    for closing in [thread for thread in threading.enumerate() if thread.name == "deepinfer-close"]:
+        closing.join()
+    assert session._is_closed and engine._engine.worker_pids == []
+
+
+async def _run(callback: Callable[[], object]) -> None:
+    callback()
+
+
+AT_EXIT = """
+import sys, warnings
+warnings.simplefilter("error")
+from deepinfer import SamplingParams, SyncEngine
+engine = SyncEngine("fake", fake_vocab_size=97)
+print(engine.generate([5, 3, 8], SamplingParams(max_tokens=3, temperature=0)).token_ids, engine._engine.worker_pids[0])
+if sys.argv[1] == "fork":
+    import os
+    pid = os.fork()
+    if pid:
+        os.waitpid(pid, 0)
+"""
+
+
+@pytest.mark.parametrize("how", ["plain", "fork"])
+def test_a_program_that_forgets_its_engine_ends_and_leaves_nothing(runtime_home: Path, how: str) -> None:
+    done = subprocess.run([sys.executable, "-c", AT_EXIT, how], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    tokens, _, pid = done.stdout.splitlines()[0].rpartition(" ")
+    assert tokens == str(wanted(3)) and not Path(f"/proc/{pid}").exists()
+    assert list(runtime_home.iterdir()) == []
+
+
+# ---- in vLLM's words
+
+
+def test_a_list_of_prompts_gives_a_list() -> None:
+    with SyncEngine("fake", **FAKE) as engine:
+        done = engine.generate([[1], [2]], greedy(3))
+        assert [each.token_ids for each in done] == [wanted(3, [1]), wanted(3, [2])]
+        done = engine.generate([{"prompt_token_ids": [1]}, {"prompt_token_ids": [2]}], [greedy(3), greedy(4)])
+        assert [each.token_ids for each in done] == [wanted(3, [1]), wanted(4, [2])]
+        one = engine.generate({"prompt_token_ids": PROMPT, "multi_modal_data": None}, sampling_params=greedy(3))
+        assert one.token_ids == wanted(3)
+        named: Any = engine.generate(prompts=[PROMPT], sampling_params=greedy(3), use_tqdm=False)
+        assert [each.token_ids for each in named] == [wanted(3)]
+        assert tokens_of(engine.stream(PROMPT, sampling_params=greedy(3), rid="mine", lora_request=None)) == wanted(3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"prompt": [{"role": "user", "content": "x"}]}, "prompt: messages came: chat"),
+        ({"prompt": {"text": "x"}}, "prompt: a mapping came, with neither"),
+        ({"prompt": {"prompt_token_ids": [1], "prompt_embeds": b"x"}}, "prompt_embeds: text and token ids"),
+        ({"prompt": PROMPT, "lora_request": "adapter"}, "lora_request: adapters are not served"),
+        ({"prompt": PROMPT, "rid": "a", "request_id": "b"}, "rid: it is request_id, which has another value"),
+        ({"prompt": [[1], [2]], "params": [greedy(1)]}, "params: 1 came for 2 prompts"),
+        ({"prompt": PROMPT, "params": [greedy(1)]}, "params: a list came"),
+    ],
+)
+def test_what_is_not_served_is_refused_in_words(arguments: dict[str, Any], words: str) -> None:
+    with SyncEngine("fake", **FAKE) as engine, pytest.raises(InvalidRequest, match=words):
+        engine.generate(**arguments)
+
+
+def test_an_argument_that_nobody_has_is_a_mistake_of_the_program() -> None:
+    with SyncEngine("fake", **FAKE) as engine, pytest.raises(TypeError, match="no argument 'nonsense'"):
+        engine.generate(PROMPT, nonsense=1)
+
+
+def test_a_completion_has_what_vllm_users_read() -> None:
+    params = SamplingParams(max_tokens=3, temperature=0, logprobs=2, prompt_logprobs=1, stop_token_ids=[wanted(3)[2]])
+    with SyncEngine("fake", **FAKE) as engine:
+        [output] = engine.generate([PROMPT], params)
+        again = engine.generate(PROMPT, params)
+    assert (output.prompt, output.prompt_token_ids, output.finished) == (None, PROMPT, True)
+    [sample] = output.outputs
+    assert (sample.index, sample.text, sample.token_ids) == (0, "", wanted(3))
+    assert (sample.finish_reason, sample.stop_reason) == ("stop", wanted(3)[2])
+    assert sample.cumulative_logprob == 0.0 and sample.logprobs is not None
+    assert [set(entry) for entry in sample.logprobs] == [{token} for token in wanted(3)]
+    assert sample.logprobs[0][wanted(1)[0]] == LogprobView(0.0, 1, None)
+    assert output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
+    assert output.prompt_logprobs[1:] == [{3: LogprobView(-1.0, 1, None)}, {8: LogprobView(-2.0, 2, None)}]
+    assert msgspec.to_builtins(output)["samples"][0]["stop_reason"] == wanted(3)[2]
+    assert output.samples == again.samples and output.prompt_logprobs == again.prompt_logprobs

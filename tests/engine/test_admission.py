@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, Final
 
+import msgspec
 import pytest
 
 from deepinfer.admission import (
@@ -15,9 +17,10 @@ from deepinfer.admission import (
     check_request_id,
     check_timeout,
     check_token_ids,
+    is_long,
 )
 from deepinfer.errors import ContextLengthExceeded, InvalidRequest
-from deepinfer_protocol import SamplingParams, SlotSampling
+from deepinfer_protocol import LogitShaping, SamplingParams, SlotSampling, pack_float32, pack_int32
 
 LIMITS = ModelLimits(vocab_size=1000, max_model_len=100, max_cached_tokens=96, eos_token_ids=(2, 7), has_tokenizer=True)
 NAN, INF = float("nan"), float("inf")
@@ -58,6 +61,54 @@ BAD_PARAMS: list[tuple[str, Any, str]] = [
     ("ignore_eos", 1, "True or False"),
     ("skip_special_tokens", None, "True or False"),
     ("detokenize", "no", "True or False"),
+    ("min_p", -0.1, "0.0 to 1.0"),
+    ("min_p", 1.5, "0.0 to 1.0"),
+    ("min_p", NAN, "0.0 to 1.0"),
+    ("min_p", None, "number"),
+    ("repetition_penalty", 0, "0.01 to 100.0"),
+    ("repetition_penalty", -1.0, "0.01 to 100.0"),
+    ("repetition_penalty", INF, "0.01 to 100.0"),
+    ("repetition_penalty", "1", "number"),
+    ("presence_penalty", 2.1, "-2.0 to 2.0"),
+    ("presence_penalty", NAN, "-2.0 to 2.0"),
+    ("frequency_penalty", -2.1, "-2.0 to 2.0"),
+    ("frequency_penalty", True, "number"),
+    ("logit_bias", [5], "mapping of token ids"),
+    ("logit_bias", {1000: 1.0}, "0 to 999"),
+    ("logit_bias", {-1: 1.0}, "0 to 999"),
+    ("logit_bias", {"a": 1.0}, "integer"),
+    ("logit_bias", {1.0: 1.0}, "integer"),
+    ("logit_bias", {5: 100.5}, "-100.0 to 100.0"),
+    ("logit_bias", {5: NAN}, "-100.0 to 100.0"),
+    ("logit_bias", {5: "x"}, "number"),
+    ("logit_bias", {5: 1.0, "5": 2.0}, "two biases"),
+    ("logit_bias", dict.fromkeys(range(1025), 1.0), "at most 1024"),
+    ("allowed_token_ids", [], "no token could be sampled"),
+    ("allowed_token_ids", [1000], "0 to 999"),
+    ("allowed_token_ids", [-1], "0 to 999"),
+    ("allowed_token_ids", ["a"], "integer"),
+    ("allowed_token_ids", [1.5], "integer"),
+    ("allowed_token_ids", "12", "list of token ids"),
+    ("allowed_token_ids", {1, 2}, "list of token ids"),
+    ("allowed_token_ids", [1] * 1001, "at most 1000"),
+    ("banned_token_ids", [1000], "0 to 999"),
+    ("banned_token_ids", [2**31], "0 to 999"),
+    ("banned_token_ids", b"ab", "list of token ids"),
+    ("banned_token_ids", 5, "list of token ids"),
+    ("bad_words", "word", "list of words"),
+    ("bad_words", [""], "1 to 1024 characters"),
+    ("bad_words", ["  "], "1 to 1024 characters"),
+    ("bad_words", ["x" * 1025], "1 to 1024 characters"),
+    ("bad_words", [[]], "without tokens"),
+    ("bad_words", [[1000]], "0 to 999"),
+    ("bad_words", [[1, "a"]], "integer"),
+    ("bad_words", [5], "list of token ids"),
+    ("bad_words", ["x"] * 1025, "at most 1024"),
+    ("include_stop_str_in_output", 1, "True or False"),
+    ("skip_reading_prefix_cache", None, "True or False"),
+    ("prompt_logprobs", -1, "0 to 20"),
+    ("prompt_logprobs", 21, "0 to 20"),
+    ("prompt_logprobs", True, "integer"),
     ("stop_token_ids", [1000], "0 to 999"),
     ("stop_token_ids", [-1], "0 to 999"),
     ("stop_token_ids", [2**31], "0 to 999"),
@@ -157,6 +208,94 @@ def test_what_is_right_becomes_words_of_the_device() -> None:
     assert admit(SamplingParams(ignore_eos=True), 10, LIMITS).stop_ids == set()
 
 
+def shaping(params: SamplingParams, bad_words: Sequence[Sequence[int]] = ()) -> LogitShaping:
+    found = admit(check_params(params, LIMITS), 10, LIMITS, bad_words).sampling[0].shaping
+    assert found is not None
+    return found
+
+
+def test_what_is_not_asked_for_is_not_sent() -> None:
+    assert admit(SamplingParams(), 10, LIMITS).sampling[0].shaping is None
+    nothing = SamplingParams(
+        stop=None, stop_token_ids=None, logit_bias=None, allowed_token_ids=None, banned_token_ids=None, bad_words=None
+    )
+    assert admit(check_params(nothing, LIMITS), 10, LIMITS).sampling[0].shaping is None
+    empty = SamplingParams(logit_bias={}, banned_token_ids=[], bad_words=[])
+    assert admit(check_params(empty, LIMITS), 10, LIMITS).sampling[0].shaping is None
+
+
+def test_penalties_biases_and_bans_become_words_of_the_device() -> None:
+    params = SamplingParams(
+        repetition_penalty=1.5,
+        presence_penalty=1,
+        frequency_penalty=-1,
+        logit_bias={"9": 2, "4": -100},
+        banned_token_ids=[7, 4],
+    )
+    assert shaping(params, [[5], [1, 2, 3]]) == LogitShaping(
+        1.5,
+        1.0,
+        -1.0,
+        pack_int32([4, 5, 7, 9]),
+        pack_float32([-INF, -INF, -INF, 2.0]),  # a ban wins over a bias
+        b"",
+        pack_int32([3, 1, 2, 3]),
+    )
+
+
+def test_allowed_tokens_travel_as_bits_without_those_that_are_banned() -> None:
+    found = shaping(SamplingParams(allowed_token_ids=[0, 33, 999], banned_token_ids=[33], logit_bias={0: 1}))
+    assert len(found.allowed_bits) == 4 * 32
+    assert int.from_bytes(found.allowed_bits, "little") == 1 | 1 << 999
+    assert (found.bias_ids, found.bias_values) == (pack_int32([0]), pack_float32([1.0]))
+
+
+def test_many_bans_travel_as_bits() -> None:
+    limits = msgspec.structs.replace(LIMITS, vocab_size=5000)
+    params = check_params(SamplingParams(banned_token_ids=range(3000)), limits)
+    found = admit(params, 10, limits).sampling[0].shaping
+    assert found is not None and found.bias_ids == b""
+    assert int.from_bytes(found.allowed_bits, "little") == (1 << 5000) - (1 << 3000)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"allowed_token_ids": [5], "banned_token_ids": [5]}, "allowed_token_ids: every token of it is banned"),
+        ({"allowed_token_ids": [5], "bad_words": [[5]]}, "allowed_token_ids: every token of it is banned"),
+        ({"banned_token_ids": range(1000)}, "banned_token_ids: every token is banned"),
+        ({"allowed_token_ids": [2, 7], "min_tokens": 3}, "min_tokens: 3, every allowed token ends the sample"),
+        ({"bad_words": [[1] * 1000] * 9}, "bad_words: 9009 token ids and lengths, at most 8192"),
+    ],
+)
+def test_what_would_leave_no_token_is_refused(fields: dict[str, Any], words: str) -> None:
+    params = check_params(SamplingParams(**fields), LIMITS)
+    with pytest.raises(InvalidRequest, match=words):
+        admit(params, 10, LIMITS, fields.get("bad_words", ()))
+
+
+def test_only_the_first_sample_has_the_log_probabilities_of_the_prompt() -> None:
+    found = admit(SamplingParams(n=3, prompt_logprobs=2), 10, LIMITS).sampling
+    assert [sampling.num_prompt_logprobs for sampling in found] == [2, -1, -1]
+    assert {sampling.num_prompt for sampling in found} == {10}
+
+
+def test_a_stop_token_that_the_user_named_is_told() -> None:
+    params = SamplingParams(stop_token_ids=[2, 11])
+    assert admit(params, 10, LIMITS).told_stop_ids == {11}
+    assert admit(msgspec.structs.replace(params, ignore_eos=True), 10, LIMITS).told_stop_ids == {2, 11}
+
+
+def test_words_as_text_need_a_tokenizer() -> None:
+    with pytest.raises(InvalidRequest, match="bad_words: words as text need a tokenizer"):
+        check_params(SamplingParams(bad_words=["x"]), msgspec.structs.replace(LIMITS, has_tokenizer=False))
+
+
+def test_long_lists_and_text_are_work_for_a_thread() -> None:
+    assert not is_long(SamplingParams(allowed_token_ids=[1, 2], bad_words=[[1, 2]]))
+    assert is_long(SamplingParams(bad_words=["x"])) and is_long(SamplingParams(banned_token_ids=range(2000)))
+
+
 def test_seeds_are_kept_apart_and_kept() -> None:
     seeded = [admit(SamplingParams(seq_seed=5, n=3), 10, LIMITS) for _ in range(2)]
     seeds = [sampling.seed for sampling in seeded[0].sampling]
@@ -166,7 +305,14 @@ def test_seeds_are_kept_apart_and_kept() -> None:
 
 def test_refusals_take_no_time_and_no_memory() -> None:
     """The cheapest of several tries: this machine may be busy."""
-    cases = [SamplingParams(n=10**9), SamplingParams(stop=["x"] * 10**5), SamplingParams(stop_token_ids=range(10**6))]
+    cases = [
+        SamplingParams(n=10**9),
+        SamplingParams(stop=["x"] * 10**5),
+        SamplingParams(stop_token_ids=range(10**6)),
+        SamplingParams(allowed_token_ids=range(10**6)),
+        SamplingParams(logit_bias=dict.fromkeys(range(10**5), 1.0)),
+        SamplingParams(bad_words=["x"] * 10**5),
+    ]
     for params in cases:
         assert min(_refusal_s(params) for _ in range(20)) < 0.001
 
@@ -180,7 +326,7 @@ class Loud:
         raise AssertionError("a refusal runs no code of what came")
 
 
-LISTED: Final = ("stop", "stop_token_ids")
+LISTED: Final = ("stop", "stop_token_ids", "allowed_token_ids", "banned_token_ids", "bad_words")
 FIELDS: Final = [*{field: None for field, _, _ in BAD_PARAMS}, "priority", "request_id", "timeout_s"]
 
 

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from deepinfer.errors import DuplicateRequestId, Overloaded, WorkerLost
-from deepinfer.request import State
+from deepinfer.request import Request, State
 from deepinfer.scheduler import Scheduler
-from deepinfer_protocol import StepResult, pack_int32, unpack_int32
+from deepinfer_protocol import SlotSampling, StepResult, pack_int32, unpack_int32
 from doubles.bench import Bench
 
 # ---- who runs when
@@ -185,6 +185,54 @@ def test_a_prefix_hit_covers_whole_blocks_and_never_the_last_token(num_common: i
     bench.run()
     assert same.num_cached_tokens == (num_common - 1) // 4 * 4
     assert longer.num_cached_tokens == num_common // 4 * 4
+
+
+# ---- log probabilities of prompts
+
+
+def known_places(request: Request) -> list[float]:
+    """A fake worker's value is the place of its token."""
+    return [-entry.values[0] for entry in request.prompt_logprobs]
+
+
+@pytest.mark.parametrize("prefill_chunk", [1, 3, 64])
+def test_a_prompt_whose_log_probabilities_are_asked_for_is_computed_whole(prefill_chunk: int) -> None:
+    bench = Bench(prefill_chunk=prefill_chunk)
+    prompt = list(range(20, 40))
+    bench.add(prompt, 2)
+    bench.run()
+    asked = bench.add(prompt, 2, sampling=SlotSampling(num_prompt=20, num_prompt_logprobs=1))
+    bench.run()
+    assert asked.num_cached_tokens == 0
+    assert known_places(asked) == list(range(1, 20))
+    assert [entry.token_ids[0] for entry in asked.prompt_logprobs] == prompt[1:]
+    assert bench.add(prompt, 2, skips_prefix_cache=True).skips_prefix_cache
+    bench.run()
+    assert [request.num_cached_tokens for request in bench.requests] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("num_steps", range(1, 9))
+def test_log_probabilities_come_once_whenever_a_prompt_gives_way(num_steps: int) -> None:
+    """Before, in the middle of, and after its prompt. Once they are all here, a prefix may be adopted again."""
+    bench = Bench(slots=1, prefill_chunk=4)
+    sampling = SlotSampling(num_prompt=18, num_prompt_logprobs=0)
+    low = bench.add(list(range(18)), 6, priority=1, sampling=sampling)
+    bench.step(num_steps)
+    bench.add([9], 2)
+    bench.run()
+    assert low.num_preemptions == 1
+    assert known_places(low) == list(range(1, 18))
+
+
+def test_missing_log_probabilities_are_a_lost_worker() -> None:
+    for field in ("prompt_logprob_ids", "prompt_logprob_ranks"):
+        bench = Bench()
+        bench.add([1, 2, 3], 2, sampling=SlotSampling(num_prompt=3, num_prompt_logprobs=1))
+        bench.send()
+        step, results = bench.in_flight.popleft()
+        spoiled = msgspec.structs.replace(results[0], **{field: getattr(results[0], field)[:-4]})
+        with pytest.raises(WorkerLost, match="step 0, rank 0: 4 logprobs of 2 tokens expected"):
+            bench.scheduler.apply(step, [spoiled], 0.0)
 
 
 # ---- deadlines and limits

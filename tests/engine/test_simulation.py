@@ -5,16 +5,18 @@ from __future__ import annotations
 import itertools
 import random
 from array import array
+from math import inf
 from typing import NamedTuple
 
 import pytest
+from msgspec.structs import replace
 
 from deepinfer.core import CoreConfig, EngineCore
 from deepinfer.rank import CacheShape
 from deepinfer.request import Request
 from deepinfer.scheduler import Scheduler, SchedulerConfig
 from deepinfer.stream import Mailbox, TokenChunk
-from deepinfer_protocol import SlotSampling
+from deepinfer_protocol import LogitShaping, SlotSampling, pack_float32, pack_int32
 from doubles.clock import VirtualClock
 from doubles.group import SimulatedGroup
 from doubles.oracle import completion
@@ -75,10 +77,9 @@ class Simulation:
         rand = self.random
         shared = [7] * rand.choice((0, 0, 9, 33))
         prompt = array("i", shared + [rand.randrange(VOCAB_SIZE) for _ in range(rand.randint(1, 60))])
-        sampling = [
-            SlotSampling(temperature=1.0, seed=rand.randrange(1 << 62)) if self.case.seeded else SlotSampling()
-            for _ in range(n)
-        ]
+        sampling = [self._sampling(len(prompt)) for _ in range(n)]
+        if rand.random() < 0.3:
+            sampling[0] = replace(sampling[0], num_prompt_logprobs=rand.choice((0, 2)))
         request = Request(
             f"r{len(self.requests)}",
             prompt,
@@ -86,10 +87,29 @@ class Simulation:
             max_length=len(prompt) + rand.randint(1, 40),
             stop_ids=frozenset(rand.sample(range(VOCAB_SIZE), rand.choice((0, 2)))),
             priority=priority,
+            skips_prefix_cache=rand.random() < 0.1,
             user=Mailbox(None, n),
         )
         self.requests.append(request)
         return request
+
+    def _sampling(self, num_prompt: int) -> SlotSampling:
+        """A quarter of them with words and bans that depend on where the prompt ends."""
+        rand = self.random
+        plain = SlotSampling(num_prompt=num_prompt)
+        if self.case.seeded:
+            plain = replace(plain, temperature=1.0, seed=rand.randrange(1 << 62))
+        if rand.random() < 0.75:
+            return plain
+        words = [[rand.randrange(VOCAB_SIZE), rand.randrange(VOCAB_SIZE)] for _ in range(rand.choice((0, 40)))]
+        bans = sorted(rand.sample(range(VOCAB_SIZE), rand.choice((0, 20))))
+        shaping = LogitShaping(
+            presence_penalty=rand.choice((0.0, 1.0)),
+            bias_ids=pack_int32(bans),
+            bias_values=pack_float32([-inf] * len(bans)),
+            bad_words=pack_int32([number for word in words for number in (len(word), *word)]),
+        )
+        return replace(plain, shaping=shaping)
 
     def submit_at(self, when_s: float, request: Request) -> None:
         def submit() -> None:
@@ -122,6 +142,17 @@ class Simulation:
             reasons[chunk.sample_index] = chunk.finish_reason
         return list(zip(tokens, reasons, strict=True))
 
+    def check_prompt_logprobs(self, request: Request) -> None:
+        """Each position once, in order, whatever was cut, cached or computed again. A fake one's value is its place."""
+        num_best = request.sampling[0].num_prompt_logprobs
+        told = request.user.prompt_logprobs
+        if num_best < 0 or len(request.prompt) == 1:
+            assert told is None
+            return
+        prompt = request.prompt
+        entries = [(entry.token_id, len(entry.top), entry.logprob, entry.rank) for entry in told[1:]]
+        assert entries == [(prompt[place], num_best, -place, place) for place in range(1, len(prompt))]
+
     def wanted(self, request: Request) -> list[tuple[list[int], str]]:
         return [
             completion(request.prompt, sampling, request.max_length, request.stop_ids, VOCAB_SIZE)
@@ -146,6 +177,7 @@ def check(case: Case, seed: int) -> int:
     simulation = simulate(case, seed)
     for request in simulation.requests:
         assert simulation.outputs(request) == simulation.wanted(request), f"{case=} {seed=} {request.request_id=}"
+        simulation.check_prompt_logprobs(request)
     assert all(len(sizes) == 1 for sizes in simulation.group.padded_positions.values())
     return simulation.scheduler.stats().num_preempted
 

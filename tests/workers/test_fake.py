@@ -10,12 +10,14 @@ import pytest
 
 from deepinfer.rank import CacheShape
 from deepinfer_protocol import (
+    LogitShaping,
     MaskBatch,
     ProtocolError,
     RowFlag,
     SlotAdmit,
     SlotSampling,
     StepPlan,
+    pack_float32,
     pack_int32,
     split_columns,
     unpack_int32,
@@ -169,6 +171,33 @@ def test_logprobs_come_for_the_token_and_as_many_as_were_asked() -> None:
     )
     assert list(unpack_int32(output.logprob_ids)) == tokens_of(output) * 3
     assert len(output.logprobs) == len(output.logprob_ids)
+    assert list(unpack_int32(output.logprob_ranks)) == [1]
+
+
+def test_log_probabilities_of_a_prompt_come_once_for_each_of_its_tokens_but_the_first() -> None:
+    device = Device()
+    sampling = SlotSampling(num_prompt=4, num_prompt_logprobs=1)
+    known = [*PROMPT[:4], 50, 51]  # it had two tokens when it was preempted
+    first = device.step((0, 1, 2, 0), admits=[admit(0, known, sampling=sampling)], appends=blocks_for(0, 0, 20))
+    second = device.step((0, 1, 4, SAMPLE))
+    assert list(unpack_int32(first.prompt_logprob_ids)) == [6, 6, 7, 7]
+    assert list(unpack_int32(second.prompt_logprob_ids)) == [8, 8]
+    assert list(unpack_int32(first.prompt_logprob_ranks + second.prompt_logprob_ranks)) == [1, 2, 3]
+    assert len(second.prompt_logprobs) == len(second.prompt_logprob_ids)
+
+
+def test_bad_words_and_bans_are_passed_over() -> None:
+    free = started(Device())
+    banned = LogitShaping(bias_ids=pack_int32([free]), bias_values=pack_float32([float("-inf")]))
+    assert started(Device(), SlotSampling(shaping=banned)) == (free + 1) % VOCAB_SIZE
+    only = LogitShaping(allowed_bits=(1 << 5).to_bytes(16, "little"))
+    assert started(Device(), SlotSampling(shaping=only)) == 5
+    second = next_token([*PROMPT, free], GREEDY, VOCAB_SIZE)
+    for num_prompt, wanted in ((len(PROMPT), (second + 1) % VOCAB_SIZE), (len(PROMPT) + 1, second)):
+        device = Device()
+        words = LogitShaping(bad_words=pack_int32([2, free, second]))
+        assert started(device, SlotSampling(num_prompt=num_prompt, shaping=words)) == free
+        assert tokens_after(device, 0, 1) == [wanted]
 
 
 # It finds what is wrong

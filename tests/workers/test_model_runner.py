@@ -56,6 +56,51 @@ def run_alone(driver: Driver, tokens: list[int], chunks: list[int], num_new: int
     return traces
 
 
+def prompt_entries(output: StepOutput, num_best: int) -> list[tuple[bytes, bytes, bytes]]:
+    """Ids, log probabilities and rank of each prompt token of a step, to the bit."""
+    width = 1 + num_best
+    columns = (output.prompt_logprob_ids, width), (output.prompt_logprobs, width), (output.prompt_logprob_ranks, 1)
+    count = len(output.prompt_logprob_ranks) // 4
+    split = [[data[4 * width * i : 4 * width * (i + 1)] for i in range(count)] for data, width in columns]
+    return list(zip(*split, strict=True))
+
+
+def test_prompt_logprobs_are_those_of_the_definition(driver: Driver) -> None:
+    tokens = random_tokens(90, seed=11)
+    logits = TINY.logits(tokens)
+    expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    driver.admit(0, tokens, SlotSampling(num_prompt=90, num_prompt_logprobs=3))
+    entries = prompt_entries(driver.step(Row(0, 90)), 3)
+    assert len(entries) == 89
+    for place, (ids, values, rank) in enumerate(entries):
+        best = np.argsort(-expected[place], kind="stable")
+        assert list(unpack_int32(ids)) == [tokens[place + 1], *best[:3]]
+        assert list(best).index(tokens[place + 1]) + 1 == unpack_int32(rank)[0]
+        np.testing.assert_allclose(np.frombuffer(values, "<f4"), expected[place][list(unpack_int32(ids))], atol=5e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 65])
+def test_prompt_logprobs_do_not_depend_on_chunks_or_company(driver: Driver, chunk: int) -> None:
+    """Each prompt token once; none for what follows the prompt; and the tokens are those of a prompt without."""
+    tokens = random_tokens(90, seed=12)
+    sampling = SlotSampling(num_prompt=80, num_prompt_logprobs=2, num_logprobs=NUM_LOGPROBS)
+    driver.admit(0, tokens, sampling)
+    whole = driver.step(Row(0, 90))
+    wanted = prompt_entries(whole, 2)
+    assert len(wanted) == 79
+    driver.retire(0)
+    driver.admit(3, random_tokens(300, seed=13), SlotSampling(num_prompt=300))
+    driver.admit(5, tokens, sampling)
+    entries, start = [], 0
+    while start < 90:
+        count = min(chunk, 90 - start)
+        start += count
+        output = driver.step(Row(3, 2, 0), Row(5, count, int(RowFlag.SAMPLE) if start == 90 else 0))
+        entries += prompt_entries(output, 2)
+    assert entries == wanted and trace(output) == trace(whole)
+    assert driver.step(Row(5, 1)).prompt_logprob_ids == b""
+
+
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_logprobs_are_those_of_the_definition(tmp_path: Path, is_tied: bool) -> None:
     tiny = TinyLlama(is_tied=is_tied)

@@ -2,80 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
 from deepinfer_protocol import SlotSampling, pack_int32
-from deepinfer_workers.batch import Admission
-from deepinfer_workers.noise import gumbel_noise
 from deepinfer_workers.sampler import best_logprobs, unpack_masks
-from deepinfer_workers.sampling_state import SamplingState
+from doubles.sampling import OneRow, sample, token_by_definition
 
 VOCAB = 3001
-Array = npt.NDArray[np.float64]
 
 
-class OneRow(NamedTuple):
-    """How one row is sampled: a slot of its own, and the tokens in it."""
-
-    sampling: SlotSampling
-    position: int
-    history: tuple[int, ...] = ()
-    """Up to `position`; missing ones are 0."""
-
-
-def row(position: int = 5, stop_ids: tuple[int, ...] = (), history: Sequence[int] = (), **params: Any) -> OneRow:
-    sampling = SlotSampling(stop_ids=pack_int32(list(stop_ids)), **params)
-    return OneRow(sampling, position, tuple(history))
-
-
-def sample(logits: torch.Tensor, rows: Sequence[OneRow], allowed: torch.Tensor | None = None) -> torch.Tensor:
-    """A token for each of `rows`, each in a slot of its own; what a slot holds beyond its position is junk."""
-    width = max(one.position for one in rows) + 3
-    tokens = torch.full((len(rows) + 1, width), logits.shape[1] - 1, dtype=torch.int32)
-    for slot, one in enumerate(rows):
-        tokens[slot, : one.position] = 0
-        tokens[slot, : len(one.history)] = torch.tensor(one.history, dtype=torch.int32)
-    state = SamplingState(tokens, logits.shape[1])
-    none = np.array([], np.int64)
-    state.admit(
-        [
-            Admission(
-                slot, 1, 0, none, none, one.sampling, np.frombuffer(one.sampling.stop_ids, "<i4").astype(np.int64)
-            )
-            for slot, one in enumerate(rows)
-        ]
-    )
-    positions = np.array([one.position for one in rows])
-    return state.sample(logits, np.arange(len(rows)), torch.from_numpy(positions), allowed, positions)
+def row(position: int = 5, stop_ids: tuple[int, ...] = (), **params: Any) -> OneRow:
+    return OneRow(SlotSampling(stop_ids=pack_int32(list(stop_ids)), **params), position)
 
 
 def random_logits(num_rows: int, seed: int = 0, vocab: int = VOCAB, scale: float = 3.0) -> torch.Tensor:
     return torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
-
-
-def kept_by_definition(logits: Array, temperature: float, top_k: int, top_p: float) -> npt.NDArray[np.bool_]:
-    scores = logits / temperature
-    order = np.argsort(-scores, kind="stable")[: top_k or None]
-    probs = np.exp(scores[order] - scores.max())
-    probs /= probs.sum()
-    num_kept = len(order) if top_p == 1 else int(np.searchsorted(np.cumsum(probs), top_p)) + 1
-    kept = np.zeros(len(logits), bool)
-    kept[order[:num_kept]] = True
-    return kept
-
-
-def token_by_definition(logits: torch.Tensor, one: OneRow) -> int:
-    params = one.sampling
-    values = logits.double().numpy()
-    kept = kept_by_definition(values, params.temperature, params.top_k, params.top_p)
-    noise = gumbel_noise(torch.tensor([params.seed]), torch.tensor([one.position]), len(values))[0].numpy()
-    return int(np.where(kept, values / params.temperature + noise, -np.inf).argmax())
 
 
 def test_greedy_takes_the_lowest_id_among_equals() -> None:
@@ -90,7 +35,7 @@ def test_greedy_takes_the_lowest_id_among_equals() -> None:
 def test_tokens_are_those_of_the_definition(top_k: int, top_p: float, temperature: float) -> None:
     logits = random_logits(8, seed=top_k % 1000)
     rows = [row(p, temperature=temperature, top_k=top_k, top_p=top_p, seed=77 + p) for p in range(8)]
-    assert sample(logits, rows).tolist() == [token_by_definition(logits[i], rows[i]) for i in range(8)]
+    assert sample(logits, rows).tolist() == [token_by_definition(logits[i].numpy(), rows[i]) for i in range(8)]
 
 
 @pytest.mark.parametrize("limits", [{}, {"top_k": 40}, {"top_p": 0.9}], ids=["all", "top_k", "top_p"])

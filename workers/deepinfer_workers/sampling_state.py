@@ -244,7 +244,7 @@ class SamplingState:
         masked = logits.index_select(0, index).float()
         num_known = None if num_known is None else num_known[rows]
         shaped = self._shape_some(masked, slots[rows], features[rows], positions.index_select(0, index), num_known)
-        if allowed is not None:  # where a mask and the slot's own leave nothing, the mask decides
+        if (features & STATIC).any():  # where a mask, the model and the slot leave nothing, the slot gives way
             shaped = sampler.or_else(shaped, masked)
         return shaped if len(rows) == len(slots) else logits.float().index_copy(0, index, shaped)
 
