@@ -50,6 +50,7 @@ class Request:
     __slots__ = (
         "arrival_s",
         "deadline_s",
+        "first_token_s",
         "is_paused",
         "max_length",
         "num_cached_tokens",
@@ -96,6 +97,7 @@ class Request:
         self.user = user  # the core's; the scheduler does not look at it
         self.order = (0.0, 0)  # set by the scheduler: smaller goes first
         self.started_s: float | None = None  # when its first row was planned
+        self.first_token_s: float | None = None  # the metrics': of any sample
         self.is_paused = False  # its reader is too slow
         self.slow_since_s = inf  # the deadline that its pause has set
         self.num_cached_tokens = 0  # of the first sample's first admission
@@ -137,6 +139,7 @@ class Sequence:
         "generation",
         "held_block_ids",
         "last_step",
+        "last_token_s",
         "limit",
         "max_length",
         "min_length",
@@ -161,6 +164,7 @@ class Sequence:
         self.num_planned = 0  # positions that steps sent so far compute
         self.num_published = 0  # blocks that others can adopt
         self.last_step = -1  # last step sent that names it
+        self.last_token_s: float | None = None  # the metrics'; of the last step that they looked at one by one
         self.rank = 0
         self.slot = -1
         self.generation = -1
