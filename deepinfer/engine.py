@@ -133,9 +133,7 @@ class Engine:
         ready = await self._group.wait_ready(config.start_timeout_s, _in_words(tell))
         self.limits = _limits(ready, self._text)
         scheduler = Scheduler(_scheduler_config(config), [_shape(rank) for rank in ready], epoch=self._group.epoch)
-        self._core = EngineCore(
-            scheduler, self._group.link, self._home.loop, _core_config(config), self._observers
-        )
+        self._core = EngineCore(scheduler, self._group.link, self._home.loop, _core_config(config), self._observers)
         self._core.on_failure = self._group.supervisor.kill
         self._intake = Intake(self.limits, self._text, self._executor, self._core, self._post)
 

@@ -20,9 +20,7 @@ from deepinfer.scheduler import SchedulerStats
 PREFIX: Final = "deepinfer:"
 """Before every name, where names of several programs meet."""
 
-_LATENCY_S: Final = tuple(
-    factor * 10.0**power for power in range(-3, 3) for factor in (1.0, 2.0, 5.0)
-)  # 1 ms to 500 s
+_LATENCY_S: Final = tuple(factor * 10.0**power for power in range(-3, 3) for factor in (1.0, 2.0, 5.0))  # 1 ms to 500 s
 _STEP_S: Final = tuple(factor * 10.0**power for power in range(-6, 2) for factor in (1.0, 2.0, 5.0))  # 1 us to 50 s
 _TOKENS: Final = tuple(float(1 << power) for power in range(21))  # 1 to a million
 
