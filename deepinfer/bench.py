@@ -122,7 +122,7 @@ class Recorder:
         self.rows.append(report.num_rows)
 
     def request_done(self, request: Request, reason: str, now_s: float) -> None:
-        self.queue_s.append(max((request.started_s or now_s) - request.arrival_s, 0.0))
+        self.queue_s.append(request.queued_s(now_s))
         self.num_cached_tokens += request.num_cached_tokens
         self.num_preemptions += request.num_preemptions
 
@@ -187,7 +187,7 @@ async def measure(engine: Engine, recorder: Recorder, load: Load) -> Report:
 
 async def _warm_up(engine: Engine, load: Load) -> None:
     """What only a first request costs, a device's first launches for instance, is not measured."""
-    prompt = _prompt(engine, load, random.Random(load.seed - 1))
+    prompt = _prompt(engine, load, random.Random(f"warm-up {load}"))
     await engine.generate(prompt, _params(min(load.max_tokens, 4)))
 
 
@@ -206,7 +206,7 @@ async def _send_all(engine: Engine, load: Load, reader: _Reader) -> None:
 
 def _requests(engine: Engine, load: Load) -> Iterator[tuple[list[int], float]]:
     """Prompts and when they arrive."""
-    drawn = random.Random(load.seed)
+    drawn = random.Random(f"{load}")  # loads of one run share no prompt
     arrival_s = time.perf_counter()
     for _ in range(load.num_total):
         prompt = _prompt(engine, load, drawn)

@@ -45,13 +45,16 @@ class Distribution(Struct, frozen=True):
         return self.sum / self.count if self.count else 0.0
 
     def quantile(self, share: float) -> float:
-        """The value that `share` (0 to 1) of the values do not exceed, by a straight line within its bucket."""
+        """The value that `share` (0 to 1) of the values do not exceed, by a straight line within its bucket.
+
+        At most the last bound; 0 of nothing.
+        """
         rank, below, low = share * self.count, 0, 0.0
         for bound, count in zip(self.bounds, self.counts, strict=False):
             if count and below + count >= rank:
                 return low + (bound - low) * (rank - below) / count
             below, low = below + count, bound
-        return low
+        return low if self.count else 0.0
 
 
 class Histogram:
@@ -165,7 +168,7 @@ class EngineMetrics:
         self.request_success[reason] = self.request_success.get(reason, 0) + 1
         self.e2e_request_latency_seconds.observe(max(now_s - request.arrival_s, 0.0))
         started_s, first_s = request.started_s, request.first_token_s
-        self.request_queue_time_seconds.observe(max((started_s or now_s) - request.arrival_s, 0.0))
+        self.request_queue_time_seconds.observe(request.queued_s(now_s))
         if started_s is not None and first_s is not None:
             self.request_prefill_time_seconds.observe(max(first_s - started_s, 0.0))
             self.request_decode_time_seconds.observe(now_s - first_s)

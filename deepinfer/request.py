@@ -115,6 +115,11 @@ class Request:
         request.samples[0].state = State.ENCODING
         return request
 
+    def queued_s(self, now_s: float) -> float:
+        """How long it waited for its first step, or has until now."""
+        started_s = now_s if self.started_s is None else self.started_s
+        return max(started_s - self.arrival_s, 0.0)  # the loop's own time may lag behind the clock of arrivals
+
     def encode(
         self, prompt: array[int], sampling: list[SlotSampling], *, max_length: int, stop_ids: frozenset[int]
     ) -> None:

@@ -11,7 +11,8 @@ took and not when, so its lanes are laid out from that:
 - a device's first step ends when its result was here; every later one begins `idle_us` after the one before it ended.
   A worker does not count the time between two of its steps in which it handles results, so the chain falls behind: a
   step that would end more than `MAX_LAG_S` before its result was here is moved up to there. None is ever moved back,
-  so no two steps overlap.
+  so no two steps overlap; a step may seem to end later than its result came, by as much as the first result took to
+  arrive.
 
 The file is written every few hundred events, and is whole after each write, however the process ends.
 """
@@ -92,8 +93,8 @@ class Trace:
         self._flush_if_full()
 
     def request_done(self, request: Request, reason: str, now_s: float) -> None:
-        started_s = max(request.started_s or now_s, request.arrival_s)
-        first_s = max(request.first_token_s or now_s, started_s)
+        started_s = request.arrival_s + request.queued_s(now_s)
+        first_s = now_s if request.first_token_s is None else max(request.first_token_s, started_s)
         num_tokens = sum(seq.num_output for seq in request.samples)
         what = {"prompt_tokens": len(request.prompt), "tokens": num_tokens, "finish_reason": reason}
         spans = (
