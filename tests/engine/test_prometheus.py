@@ -17,9 +17,13 @@ Samples = dict[tuple[str, tuple[str, ...]], float]
 
 
 def scrape(registry: CollectorRegistry) -> Samples:
-    """Values by name and the values of the labels."""
+    """Values by name and the values of the labels: model, engine, and the metric's own."""
     families = text_string_to_metric_families(generate_latest(registry).decode())
-    return {(each.name, tuple(each.labels.values())): each.value for family in families for each in family.samples}
+    found: Samples = {}
+    for sample in (sample for family in families for sample in family.samples):
+        labels = dict(sample.labels)
+        found[sample.name, (labels.pop("model_name"), labels.pop("engine"), *labels.values())] = sample.value
+    return found
 
 
 async def test_a_scrape_shows_what_was_done() -> None:
