@@ -12,6 +12,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from deepinfer.engine import Engine
 from deepinfer.errors import EngineClosed
 from deepinfer.intake import Messages, Prompt
+from deepinfer.metrics import Metric
 from deepinfer.result import Completion
 from deepinfer.stream import TokenChunk, TokenStream
 from deepinfer_protocol import SamplingParams
@@ -51,16 +52,19 @@ class SyncStream:
 class SyncEngine:
     """`with SyncEngine("smollm2-135m") as engine: for tok in engine.stream("…"): …`"""
 
-    def __init__(self, model: str | None = None, **settings: Any) -> None:
-        """Takes what `Engine` takes; starts nothing."""
+    def __init__(
+        self, model: str | None = None, *, on_progress: Callable[[str], None] | None = None, **settings: Any
+    ) -> None:
+        """Takes what `Engine` takes; starts nothing. `on_progress` hears of the start, in the engine's thread."""
         self._engine = Engine(model, **settings)
+        self._on_progress = on_progress
         self._stack = ExitStack()
         self._portal: BlockingPortal | None = None
 
     def __enter__(self) -> Self:
         try:
             self._portal = self._stack.enter_context(start_blocking_portal("asyncio"))
-            self._portal.call(self._engine.open)
+            self._portal.call(self._engine.open, self._on_progress)
         except BaseException:
             self._portal = None
             self._stack.close()
@@ -84,6 +88,15 @@ class SyncEngine:
         if self._portal is None:
             raise EngineClosed("the engine is not open: use it inside `with`")
         return self._portal.call(function, *arguments)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """As `Engine.has_chat_template`."""
+        return self._engine.has_chat_template
+
+    def metrics(self) -> dict[str, Metric]:
+        """As `Engine.metrics`."""
+        return self._engine.metrics()
 
     def stream(self, prompt: Prompt | None = None, params: SamplingParams | None = None, **options: Any) -> SyncStream:
         """As `Engine.stream`."""
