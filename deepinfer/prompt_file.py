@@ -114,9 +114,9 @@ def _decode(raw: bytes) -> _Content:
     try:
         return msgspec.json.decode(raw, type=_Content)
     except msgspec.ValidationError as error:
-        raise _refusal(error, "line") from None
+        raise _refusal(error, "json") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest("line", f"is no JSON object: {error}") from None
+        raise InvalidRequest("json", str(error)) from None
 
 
 def read_params(fields: Mapping[str, Any]) -> SamplingParams:

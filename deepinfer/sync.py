@@ -9,6 +9,7 @@ from typing import Any, Self, TypeVar
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+from deepinfer.admission import ModelLimits
 from deepinfer.engine import Engine
 from deepinfer.errors import EngineClosed
 from deepinfer.intake import Messages, Prompt
@@ -93,6 +94,11 @@ class SyncEngine:
     def has_chat_template(self) -> bool:
         """As `Engine.has_chat_template`."""
         return self._engine.has_chat_template
+
+    @property
+    def limits(self) -> ModelLimits:
+        """What the model allows. Raises `AttributeError` before the engine is open."""
+        return self._engine.limits
 
     def metrics(self) -> dict[str, Metric]:
         """As `Engine.metrics`."""

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from deepinfer.cli.common import (
+    FAILED,
     Model,
     Seed,
     Settings,
@@ -57,12 +58,16 @@ def run(
             for line in _lines(is_terminal):
                 if not chat.take(line):
                     break
+            if chat.num_refused and not is_terminal:
+                raise typer.Exit(FAILED)
 
 
 class Chat:
     """One conversation."""
 
     def __init__(self, engine: SyncEngine, params: SamplingParams, system: str | None, has_stats: bool) -> None:
+        if not engine.limits.has_tokenizer:
+            raise ConfigError("tokenizer", "this model has none: give one by --set tokenizer=MODEL")
         if system is not None and not engine.has_chat_template:
             raise ConfigError("system", "this model has no chat template: it can only go on with a text")
         self._engine = engine
@@ -70,6 +75,7 @@ class Chat:
         self._start = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._start)
         self._has_stats = has_stats
+        self.num_refused = 0
 
     def take(self, line: str) -> bool:
         """Answer, or do what a command says. False: leave."""
@@ -95,6 +101,7 @@ class Chat:
         except InvalidRequest as error:  # most of all: the conversation has become too long
             say(f"{error}; /clear forgets the conversation")
             self._messages = self._messages[:-1]
+            self.num_refused += 1
             return
         self._messages.append({"role": "assistant", "content": answer})
 
