@@ -10,7 +10,7 @@ import fcntl
 from array import array
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Annotated, Any, Self
 from zlib import crc32
 
 import msgspec
@@ -21,7 +21,7 @@ from deepinfer.errors import ConfigError
 class _Written(msgspec.Struct):
     """What is read of a line that is there."""
 
-    line: int
+    line: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
     id: str | int | None = None
 
 
