@@ -10,6 +10,7 @@ import random
 import time
 from array import array
 from collections.abc import Iterable, Iterator
+from math import ceil
 from typing import TYPE_CHECKING, Annotated, Final, Self
 
 from msgspec import Meta, Struct
@@ -58,7 +59,7 @@ class Percentiles(Struct, frozen=True):
         ordered = sorted(values)
         if not ordered:
             return cls(0.0, 0.0, 0.0, 0.0)
-        shares = [ordered[min(int(share * len(ordered)), len(ordered) - 1)] for share in (0.5, 0.9, 0.99)]
+        shares = [ordered[ceil(share * len(ordered)) - 1] for share in (0.5, 0.9, 0.99)]
         return cls(*[round(scale * value, 4) for value in (sum(ordered) / len(ordered), *shares)])
 
 
