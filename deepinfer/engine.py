@@ -21,7 +21,7 @@ from deepinfer.admission import ModelLimits
 from deepinfer.catalog import resolve
 from deepinfer.config import EngineConfig, resolve_config
 from deepinfer.core import CoreConfig, CoreStats, EngineCore
-from deepinfer.errors import ConfigError, DeepInferError, EngineClosed, ForkedEngine, WrongLoop
+from deepinfer.errors import ConfigError, DeepInferError, EngineClosed, ForkedEngine, InvalidRequest, WrongLoop
 from deepinfer.group import ProgressReport, WorkerGroup
 from deepinfer.home import CallerLoop, OwnThread, call_threadsafe
 from deepinfer.intake import Intake, Messages, Prompt
@@ -240,7 +240,8 @@ class Engine:
             resume = partial(self._post_threadsafe, self._core.resume, request)
         except DeepInferError as error:
             mailbox.close(error)
-            self._post_threadsafe(self._observe_refusal, error.code)
+            if isinstance(error, InvalidRequest):  # the rest is no matter of what was asked
+                self._post_threadsafe(self._observe_refusal, error.code)
         return TokenStream(request_id, mailbox, abort, resume, self.config.max_unread_tokens // 2)
 
     async def generate(

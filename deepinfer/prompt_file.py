@@ -66,10 +66,7 @@ class PromptFile:
         self._defaults = dict(defaults or {})
         if not path.is_file():
             raise ConfigError("prompts", f"{path}: no such file")
-        try:
-            check_params(read_params(self._defaults), _ANY_MODEL)
-        except InvalidRequest as error:
-            raise ConfigError(error.field, str(error).removeprefix(f"{error.field}: ")) from None
+        read_defaults(self._defaults)
 
     def __iter__(self) -> Iterator[PromptLine | BadLine]:
         """Every line that is not empty. Raises `ConfigError` when the file cannot be read."""
@@ -125,6 +122,14 @@ def read_params(fields: Mapping[str, Any]) -> SamplingParams:
         return msgspec.convert(dict(fields), SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
         raise _refusal(error, "params") from None
+
+
+def read_defaults(fields: Mapping[str, Any]) -> SamplingParams:
+    """The same for what holds for all requests. Raises `ConfigError` for what no model would serve."""
+    try:
+        return check_params(read_params(fields), _ANY_MODEL)
+    except InvalidRequest as error:
+        raise ConfigError(error.field, str(error).removeprefix(f"{error.field}: ")) from None
 
 
 def _refusal(error: msgspec.ValidationError, whole: str) -> InvalidRequest:

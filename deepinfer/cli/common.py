@@ -42,6 +42,8 @@ def pair(argument: str) -> tuple[str, str]:
 def engine_settings(arguments: list[str] | None) -> dict[str, Any]:
     """The values of `--set` options. Raises `ConfigError` by name."""
     texts = dict(pair(argument) for argument in arguments or [])
+    if "model" in texts:
+        raise ConfigError("model", "is the command's own argument, and no --set")
     values = {setting.field: setting.value for setting in explain_config(texts, strict=False)}
     return {name: values[name] for name in texts}
 

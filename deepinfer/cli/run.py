@@ -25,7 +25,7 @@ from deepinfer.cli.common import (
     say,
 )
 from deepinfer.errors import ConfigError, InvalidRequest
-from deepinfer.prompt_file import read_params
+from deepinfer.prompt_file import read_defaults
 from deepinfer.sync import SyncEngine
 from deepinfer_protocol import SamplingParams
 
@@ -48,7 +48,7 @@ def run(
     """Chat in the terminal. From a pipe: a prompt a line, as one conversation."""
     with in_words("run"):
         fields = sampling_fields(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seq_seed=seed)
-        params = read_params(fields)
+        params = read_defaults(fields)
         is_terminal = sys.stdin.isatty()
         tell = say if is_terminal else _say_nothing
         with SyncEngine(model, on_progress=tell, **engine_settings(settings)) as engine:

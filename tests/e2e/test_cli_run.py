@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from deepinfer import SyncEngine
+from deepinfer.cli import app
 from deepinfer.cli.run import Chat
 from deepinfer_protocol import SamplingParams
 from doubles.command import run_command, running
 from doubles.reading import FAKE
+from doubles.smollm2 import model_path
 
 pytestmark = pytest.mark.usefixtures("runtime_home")
 
@@ -85,15 +88,17 @@ def test_on_a_terminal_ctrl_d_leaves(word_model: str) -> None:
         (["run", "nothing-known"], 2, "deepinfer run: 'nothing-known' is neither"),
         (["run", "fake", "--set", "block_size=0"], 2, "deepinfer run: block_size: '0'"),
         (["run", "fake", "--set", "nonsense=1"], 2, "deepinfer run: nonsense: there is no such setting"),
+        (["run", "fake", "--set", "model=x"], 2, "deepinfer run: model: is the command's own argument"),
+        (["run", "fake", "--temperature", "-1"], 2, "deepinfer run: temperature: -1.0, a number of 0.0 to 100.0"),
         (["run", "fake"], 2, "deepinfer run: tokenizer: this model has none"),
         (["run", "gone.gguf"], 1, "deepinfer run: gone.gguf: no such file"),
         (["run"], 2, "Missing argument"),
     ],
 )
 def test_what_goes_wrong_is_one_line_and_a_code(arguments: list[str], code: int, words: str) -> None:
-    done = run_command(*arguments)
-    assert (done.returncode, done.stdout) == (code, "")
-    assert words in done.stderr and "Traceback" not in done.stderr
+    done = CliRunner().invoke(app, arguments)
+    assert (done.exit_code, done.stdout) == (code, "")
+    assert words in done.stderr and isinstance(done.exception, SystemExit)
     if words.startswith("deepinfer"):
         assert len(done.stderr.splitlines()) == 1
 
@@ -105,6 +110,15 @@ def test_a_reader_that_goes_away_ends_the_command_in_silence(word_model: str) ->
         assert command.process.stdout is not None
         command.process.stdout.close()
         assert command.process.wait(30) == 1
+
+
+@pytest.mark.model
+def test_a_real_model_remembers_the_conversation() -> None:
+    stdin = "What is the capital of France?\nAnd of Italy?\n/clear\nWhat is the capital of France?\n"
+    done = run_command("run", str(model_path()), "--temperature", "0", "--max-tokens", "12", stdin=stdin)
+    assert done.returncode == 0, done.stderr
+    first, second, third = done.stdout.splitlines()
+    assert "Paris" in first and "Rome" in second and third == first
 
 
 # The conversation itself, in this process
