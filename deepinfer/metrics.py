@@ -122,7 +122,8 @@ class EngineMetrics:
         self.step_host_seconds = Histogram(_STEP_S)
         self.step_device_seconds = Histogram(_STEP_S)
         self.step_idle_seconds = Histogram(_STEP_S)
-        self._latest: list[Sequence] = []  # the samples that got a token in the latest step, and when
+        self._latest: set[Sequence] = set()  # the samples that got a token in the latest step, and when
+        self._latest_in_order: list[Sequence] = []  # the same, to see at a glance that nothing has changed
         self._latest_s = 0.0
 
     # ---- Observer
@@ -138,17 +139,23 @@ class EngineMetrics:
         self._count_tokens([emission[0] for emission in report.emissions if emission[1] is not None], report.emitted_s)
 
     def _count_tokens(self, samples: list[Sequence], now_s: float) -> None:
-        """While the same samples decode, one comparison and one gap stand for all of them."""
+        """Samples that also got the token before this one have one gap in common; the others are looked at."""
         if not samples:
             return
         self.generation_tokens += len(samples)
-        if samples == self._latest:
-            self.inter_token_latency_seconds.observe(now_s - self._latest_s, len(samples))
+        gap_s = now_s - self._latest_s
+        if samples == self._latest_in_order:
+            self.inter_token_latency_seconds.observe(gap_s, len(samples))
         else:
-            self._settle()
-            for seq in samples:
+            current = set(samples)
+            stayed = current & self._latest
+            if stayed:
+                self.inter_token_latency_seconds.observe(gap_s, len(stayed))
+            for seq in self._latest - stayed:
+                seq.last_token_s = self._latest_s
+            for seq in current - stayed:
                 self._count_token(seq, now_s)
-            self._latest = samples
+            self._latest, self._latest_in_order = current, samples
         self._latest_s = now_s
 
     def _count_token(self, seq: Sequence, now_s: float) -> None:
@@ -174,13 +181,8 @@ class EngineMetrics:
             self.request_decode_time_seconds.observe(now_s - first_s)
         self.request_prompt_tokens.observe(len(request.prompt))
         self.request_generation_tokens.observe(sum([seq.num_output for seq in request.samples]))
-        self._settle()
-
-    def _settle(self) -> None:
-        """Note the latest step one by one: whoever ended with it is not kept alive by it."""
-        for seq in self._latest:
-            seq.last_token_s = self._latest_s
-        self._latest = []
+        self._latest.difference_update(request.samples)  # what has ended is not kept alive by its last step
+        self._latest_in_order = []
 
     def request_refused(self, code: str) -> None:
         self.admission_rejections[code] = self.admission_rejections.get(code, 0) + 1

@@ -169,7 +169,7 @@ class Sequence:
         self.num_planned = 0  # positions that steps sent so far compute
         self.num_published = 0  # blocks that others can adopt
         self.last_step = -1  # last step sent that names it
-        self.last_token_s: float | None = None  # the metrics'; of the last step that they looked at one by one
+        self.last_token_s: float | None = None  # the metrics': set when a step goes by without one
         self.rank = 0
         self.slot = -1
         self.generation = -1

@@ -171,7 +171,7 @@ def test_a_request_that_ended_is_not_held() -> None:
     driven = Driven()
     driven.submit("r", [1, 2], 3)
     driven.run()
-    assert driven.metrics._latest == []
+    assert driven.metrics._latest == set() and driven.metrics._latest_in_order == []
 
 
 def test_quantiles_lie_in_the_bucket_of_their_rank() -> None:
