@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from deepinfer.cli.common import (
@@ -24,7 +25,7 @@ from deepinfer.cli.common import (
     sampling_fields,
     say,
 )
-from deepinfer.errors import ConfigError, InvalidRequest
+from deepinfer.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from deepinfer.prompt_file import read_defaults
 from deepinfer.sync import SyncEngine
 from deepinfer_protocol import SamplingParams
@@ -37,7 +38,9 @@ Ctrl-C  stop the answer; at the prompt: leave"""
 
 def run(
     model: Model,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens an answer may have.")] = 1024,
+    max_tokens: Annotated[
+        int, typer.Option(help="Most tokens an answer may have; fewer where the context ends.")
+    ] = 1024,
     temperature: Temperature = None,
     top_p: TopP = None,
     seed: Seed = None,
@@ -97,7 +100,10 @@ class Chat:
         has_roles = self._engine.has_chat_template
         request: dict[str, Any] = {"messages": self._messages} if has_roles else {"prompt": line}
         try:
-            answer = self._answer(request)
+            try:
+                answer = self._answer(request, self._params)
+            except ContextLengthExceeded:  # then as many as fit, if any do
+                answer = self._answer(request, msgspec.structs.replace(self._params, max_tokens=None))
         except InvalidRequest as error:  # most of all: the conversation has become too long
             say(f"{error}; /clear forgets the conversation")
             self._messages = self._messages[:-1]
@@ -105,12 +111,12 @@ class Chat:
             return
         self._messages.append({"role": "assistant", "content": answer})
 
-    def _answer(self, request: dict[str, Any]) -> str:
+    def _answer(self, request: dict[str, Any], params: SamplingParams) -> str:
         """Show the answer as it comes; what there is of it after Ctrl-C."""
         parts: list[str] = []
         num_tokens, begun_s, first_s = 0, time.perf_counter(), 0.0
         try:
-            with self._engine.stream(params=self._params, **request) as stream:
+            with self._engine.stream(params=params, **request) as stream:
                 for chunk in stream:
                     first_s = first_s or time.perf_counter()
                     num_tokens += len(chunk.token_ids)

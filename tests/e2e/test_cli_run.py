@@ -148,10 +148,12 @@ def test_a_refused_question_is_taken_back(chat_model: str, capsys: pytest.Captur
         chat = greedy_chat(engine)
         assert chat.take("w1")
         known = list(chat._messages)
+        assert len(known[-1]["content"].split()) == 3
         assert chat.take("w1 " * 30)
         assert chat._messages == known and chat.num_refused == 1
         assert "/clear forgets the conversation" in capsys.readouterr().err
-        assert chat.take("w2") and len(chat._messages) == 4
+        assert chat.take("w2 " * 15) and len(chat._messages) == 4
+        assert len(chat._messages[-1]["content"].split()) == 2, "as many tokens as fit"
 
 
 def test_an_interrupted_answer_is_aborted_and_kept(chat_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
