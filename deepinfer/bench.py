@@ -6,6 +6,8 @@ Readers' times are taken where `async for` gets the chunk. Knows nothing of term
 from __future__ import annotations
 
 import asyncio
+import os
+import platform
 import random
 import time
 from array import array
@@ -18,7 +20,7 @@ from msgspec import Meta, Struct
 from deepinfer.many import run_all
 from deepinfer.observer import StepReport
 from deepinfer.request import Request
-from deepinfer_protocol import SamplingParams
+from deepinfer_protocol import VERSION, SamplingParams
 
 if TYPE_CHECKING:
     from deepinfer.engine import Engine
@@ -67,6 +69,10 @@ class Report(Struct, frozen=True, kw_only=True):
     """What one load brought. Times of steps are the slowest rank's."""
 
     model: str
+    accelerator: str
+    machine: str
+    version: str
+    """Of DeepInfer."""
     streams: int
     rate: float
     requests: int
@@ -162,6 +168,9 @@ async def measure(engine: Engine, recorder: Recorder, load: Load) -> Report:
     duration_s = time.perf_counter() - begun_s
     return Report(
         model=engine.config.model,
+        accelerator=engine.config.accelerator,
+        machine=f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        version=VERSION,
         streams=load.num_streams,
         rate=load.rate,
         requests=load.num_total,

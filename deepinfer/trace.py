@@ -97,16 +97,14 @@ class Trace:
         first_s = now_s if request.first_token_s is None else max(request.first_token_s, started_s)
         num_tokens = sum(seq.num_output for seq in request.samples)
         what = {"prompt_tokens": len(request.prompt), "tokens": num_tokens, "finish_reason": reason}
-        spans = (
-            ("request", request.arrival_s, now_s),
-            ("queue", request.arrival_s, started_s),
-            ("prefill", started_s, first_s),
-            ("decode", first_s, now_s),
-        )
-        for name, begin_s, end_s in spans:
-            common = {"name": name, "cat": "request", "id": request.request_id, "pid": _ENGINE_PID, "tid": _HOST}
-            self._events.append({**common, "ph": "b", "ts": 1e6 * begin_s, "args": what})
-            self._events.append({**common, "ph": "e", "ts": 1e6 * max(end_s, begin_s)})
+        parts = (("queue", request.arrival_s, started_s), ("prefill", started_s, first_s), ("decode", first_s, now_s))
+        common = {"cat": "request", "id": request.request_id, "pid": _ENGINE_PID, "tid": _HOST}
+        events = [{**common, "name": "request", "ph": "b", "ts": 1e6 * request.arrival_s, "args": what}]
+        for name, begin_s, end_s in parts:  # of events at one time, viewers take the first as the outer one
+            events.append({**common, "name": name, "ph": "b", "ts": 1e6 * begin_s})
+            events.append({**common, "name": name, "ph": "e", "ts": 1e6 * max(end_s, begin_s)})
+        events.append({**common, "name": "request", "ph": "e", "ts": 1e6 * max(now_s, request.arrival_s)})
+        self._events += events
         self._flush_if_full()
 
     def request_refused(self, code: str) -> None:

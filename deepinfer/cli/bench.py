@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deepinfer.bench import Load, Percentiles, Recorder, Report, measure
-from deepinfer.cli.common import Model, Settings, engine_settings, in_words, run_async, say
+from deepinfer.cli.common import Model, Settings, engine_settings, in_words, run_async, say, starting
 from deepinfer.engine import Engine
 from deepinfer.errors import ConfigError
 from deepinfer.observer import Observer
@@ -63,7 +63,8 @@ def _numbers(text: str) -> list[int]:
 
 
 async def _measure_all(engine: Engine, recorder: Recorder, loads: list[Load], is_json: bool) -> list[Report]:
-    await engine.open(say)
+    with starting() as tell:
+        await engine.open(tell)
     try:
         reports = []
         for load in loads:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, Final, TypeVar
 
 import typer
+from rich.console import Console
 
 from deepinfer.config import explain_config
 from deepinfer.errors import ConfigError, DeepInferError, UnknownModel
@@ -56,6 +57,20 @@ def sampling_fields(**options: Any) -> dict[str, Any]:
 def say(text: str) -> None:
     """On standard error, where it mixes with no result."""
     print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def starting(*, is_silent: bool = False) -> Iterator[Callable[[str], None]]:
+    """Takes what an engine says while it opens: one line that changes on a terminal, else lines, or nothing."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        with Console(stderr=True).status("starting") as status:
+            yield status.update
+    else:
+        yield _say_nothing if is_silent else say
+
+
+def _say_nothing(text: str) -> None:
+    """Whoever pipes prompts in wants answers."""
 
 
 @contextmanager

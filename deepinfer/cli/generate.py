@@ -23,6 +23,7 @@ from deepinfer.cli.common import (
     run_async,
     sampling_fields,
     say,
+    starting,
 )
 from deepinfer.engine import Engine
 from deepinfer.generate_file import Totals, generate_file
@@ -90,7 +91,8 @@ async def _generate(engine: Engine, lines: PromptFile, results: ResultFile, num_
     if num_before >= num_lines:
         say(f"all {num_lines} lines are in {results.path}")
         return
-    await engine.open(say)
+    with starting() as tell:
+        await engine.open(tell)
     try:
         begun_s = time.perf_counter()
         with ProgressBar(num_lines, num_done=num_before) as bar:

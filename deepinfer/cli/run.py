@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Annotated, Any
 
 import msgspec
@@ -24,6 +25,7 @@ from deepinfer.cli.common import (
     in_words,
     sampling_fields,
     say,
+    starting,
 )
 from deepinfer.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from deepinfer.prompt_file import read_defaults
@@ -53,8 +55,9 @@ def run(
         fields = sampling_fields(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seq_seed=seed)
         params = read_defaults(fields)
         is_terminal = sys.stdin.isatty()
-        tell = say if is_terminal else _say_nothing
-        with SyncEngine(model, on_progress=tell, **engine_settings(settings)) as engine:
+        with ExitStack() as stack:
+            with starting(is_silent=not is_terminal) as tell:
+                engine = stack.enter_context(SyncEngine(model, on_progress=tell, **engine_settings(settings)))
             chat = Chat(engine, params, system, stats)
             if is_terminal:
                 say(f"{model}. /help lists what can be typed; Ctrl-C stops an answer, Ctrl-D leaves.")
@@ -150,7 +153,3 @@ def _lines(is_terminal: bool) -> Iterator[str]:
     except (EOFError, KeyboardInterrupt):
         if is_terminal:
             say("")
-
-
-def _say_nothing(text: str) -> None:
-    """Whoever pipes prompts in wants answers."""

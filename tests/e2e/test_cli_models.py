@@ -23,7 +23,7 @@ FILES = {
 
 
 def models(tmp_path: Path, *arguments: str, endpoint: str = "http://127.0.0.1:9") -> subprocess.CompletedProcess[str]:
-    hub = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
+    hub = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1"}
     return run_command("models", *arguments, DEEPINFER_CACHE_DIR=str(tmp_path / "cache"), **hub)
 
 

@@ -82,6 +82,7 @@ async def test_a_request_is_a_span_of_parts_that_meet(tmp_path: Path) -> None:
     order = ["requestb", "queueb", "queuee", "prefillb", "prefille", "decodeb", "decodee", "requeste"]
     times = [spans[name]["ts"] for name in order]
     assert times == sorted(times) and times[-1] > times[0]
+    assert list(spans) == order, "parts lie inside of the whole also where two events have one time"
     device = [event for event in read(path) if event["name"].startswith("step ")]
     assert times[0] <= device[0]["ts"] < times[-1] and times[0] < device[-1]["ts"] < times[-1]
 
