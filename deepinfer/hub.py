@@ -87,7 +87,6 @@ def pull_from_hub(
             if not folder.is_dir():
                 part = folder.parent / f".{folder.name}.part"
                 _fetch(repo, hub or _HuggingFace(), part, report, on_bytes)
-                shutil.rmtree(part / ".cache", ignore_errors=True)  # the library's notes
                 part.rename(folder)
     except OSError as error:
         raise ModelError(f"{repo}: cannot be kept in {folder}: {error}") from error
@@ -122,6 +121,16 @@ def _fetch(repo: str, hub: Hub, part: Path, report: Report, on_bytes: ReportByte
         _check(file, part / file.name)
         num_before += file.size_bytes
         on_bytes(num_before, total)
+    _tidy(part, {file.name for file in files})
+
+
+def _tidy(part: Path, names: set[str]) -> None:
+    """Leave nothing else: the library's notes, or what a pull of an older revision had begun."""
+    for entry in part.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        elif entry.name not in names:
+            entry.unlink()
 
 
 def _ask(repo: str, hub: Hub) -> tuple[str, list[HubFile]]:

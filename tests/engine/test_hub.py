@@ -116,6 +116,13 @@ def test_a_pull_that_breaks_off_leaves_no_model(tmp_path: Path) -> None:
         resolve(REPO, cache_dir=tmp_path)
 
 
+def test_what_an_older_revision_had_begun_is_not_kept(tmp_path: Path) -> None:
+    part = tmp_path / "hub/.org--tiny-model.part"
+    (part / ".cache").mkdir(parents=True)
+    (part / "model-00001-of-00002.safetensors").write_bytes(b"old")
+    assert {path.name for path in fetch(Shelf(), tmp_path).iterdir()} == WANTED
+
+
 def test_an_unreachable_hub_is_one_line(tmp_path: Path) -> None:
     shelf = Shelf()
     shelf.is_reachable = False
