@@ -16,11 +16,17 @@ import os
 import platform
 import time
 import timeit
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
 from deepinfer import Engine, SamplingParams
-from deepinfer_protocol import StepPlan, encode, pack_int32
+from deepinfer.metrics import EngineMetrics
+from deepinfer.observer import StepReport
+from deepinfer.rank import RankStep
+from deepinfer.request import Request
+from deepinfer.scheduler import Emission, Step
+from deepinfer_protocol import SlotSampling, StepPlan, StepResult, encode, pack_int32
 
 NUM_STREAMS = 256
 NUM_TOKENS = 400
@@ -88,6 +94,30 @@ def plan_cost(num_streams: int) -> dict[str, float]:
     }
 
 
+def metrics_cost(num_streams: int) -> dict[str, float]:
+    """What counting a step takes, while the same samples decode and when another comes with each step."""
+    requests = [
+        Request(f"r{index}", array("i", [1]), [SlotSampling()], max_length=9, stop_ids=frozenset())
+        for index in range(num_streams + 1)
+    ]
+    emissions: list[Emission] = [(request.samples[0], 5, None, None) for request in requests]
+    plan = StepPlan(1, 1, 0, num_streams, b"", [], b"", bytes(16 * num_streams))
+    step = Step(1, [RankStep(plan, b"", [], [])])
+    result = StepResult(1, 1, 0, 20, 5000, 0, b"", b"")
+    one, other = (StepReport(step, [result], part, *[0.0] * 6) for part in (emissions[1:], emissions[:-1]))
+    metrics = EngineMetrics()
+
+    def count(*reports: StepReport) -> float:
+        def step() -> None:
+            for report in reports:
+                metrics.step_done(report)
+
+        number = 1000
+        return 1e6 * min(timeit.repeat(step, number=number, repeat=5)) / number / len(reports)
+
+    return {"metrics_us_per_step": count(one, one), "metrics_us_per_changing_step": count(one, other)}
+
+
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     new_loop = loop_factory(arguments.loop)
     result: dict[str, Any] = {
@@ -105,7 +135,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         result[f"host_us_per_token_{name}"] = round(figures.pop("host_us_per_token"), 3)
         if name == "ids":
             result |= {key: round(value, 4) for key, value in figures.items()}
-    return result | {key: round(value, 3) for key, value in plan_cost(arguments.streams).items()}
+    parts = plan_cost(arguments.streams) | metrics_cost(arguments.streams)
+    return result | {key: round(value, 3) for key, value in parts.items()}
 
 
 def loop_factory(name: str) -> Any:

@@ -7,9 +7,11 @@ clock) gives it the time and calls it back. Knows nothing of sockets, processes,
 from __future__ import annotations
 
 import logging
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Sequence_
 from math import inf
 from typing import Any, Protocol
 
@@ -18,6 +20,7 @@ from msgspec import Struct
 from deepinfer.admission import Admitted
 from deepinfer.errors import DeepInferError, EngineClosed, EngineError, SlowConsumer, WorkerLost
 from deepinfer.link import WorkerLink
+from deepinfer.observer import Observer, Observers, StepReport
 from deepinfer.outbox import Outbox
 from deepinfer.output import OutputText
 from deepinfer.request import FinishReason, Request, Sequence, TokenLogprobs
@@ -73,13 +76,26 @@ class InFlight(Struct):
     num_missing: int
     started_s: float
     """When it was sent, or when the step before it was done."""
+    times_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """For the report: when its planning began, when it was planned, when it was sent."""
 
 
 class EngineCore:
     """Drives a scheduler over a link, and fills mailboxes."""
 
-    def __init__(self, scheduler: Scheduler, link: WorkerLink, clock: Clock, config: CoreConfig) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        link: WorkerLink,
+        clock: Clock,
+        config: CoreConfig,
+        observers: Sequence_[Observer] = (),
+        stopwatch: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`stopwatch` is for the observers alone: a loop's own time may stand still within a turn of the loop."""
         self.scheduler = scheduler
+        self.scheduler.on_finish = self._note_end
+        self.observer = Observers(observers)
         self.stats = CoreStats()
         self.failure: DeepInferError | None = None
         self.on_failure: Callable[[], None] = lambda: None
@@ -90,6 +106,8 @@ class EngineCore:
         self._in_flight: deque[InFlight] = deque()
         self._inbox: deque[tuple[Callable[[Any], None], Any]] = deque()
         self._outbox = Outbox(clock)
+        self._stopwatch = stopwatch
+        self._ended: list[tuple[Request, str]] = []  # not yet told to the observers
         self._is_pump_due = False
         self._timer: Timer | None = None
         self._timer_s = inf
@@ -115,6 +133,7 @@ class EngineCore:
             self.scheduler.add(request, self._clock.time())
         except DeepInferError as error:
             self._outbox.add((request.user, error))
+            self.observer.request_refused(error.code)
 
     def encode(self, content: tuple[Request, array[int], Admitted]) -> None:
         """The text of a submitted request has become tokens."""
@@ -128,6 +147,8 @@ class EngineCore:
         if self._is_open(request):
             self.scheduler.finish_request(request, "abort", self._clock.time())
             self._outbox.add((request.user, error))
+            self._ended.pop()  # it never was one: a refusal, not an end
+            self.observer.request_refused(error.code)
 
     def abort(self, request: Request) -> None:
         """End `request`; idempotent."""
@@ -158,6 +179,7 @@ class EngineCore:
             if self.failure is None:
                 self._expire()
                 self._dispatch()
+            self._tell_ends()
             self._outbox.publish()
             self._arm_timer()
         except Exception as error:
@@ -180,14 +202,17 @@ class EngineCore:
 
     def _dispatch(self) -> None:
         while len(self._in_flight) < self._max_in_flight:
-            now = self._clock.time()
+            now, planning_s = self._clock.time(), self._stopwatch()
             step = self.scheduler.schedule(now)
             if step is None:
                 return
+            planned_s = self._stopwatch()
             num_ranks = len(step.ranks)
-            self._in_flight.append(InFlight(step, [None] * num_ranks, num_ranks, now))
+            sending = InFlight(step, [None] * num_ranks, num_ranks, now)
+            self._in_flight.append(sending)
             for rank, rank_step in enumerate(step.ranks):
                 self._link.send(rank, rank_step.plan)
+            sending.times_s = (planning_s, planned_s, self._stopwatch())
 
     def on_message(self, rank: int, message: AnyMessage) -> None:
         if self.failure is not None:
@@ -229,12 +254,27 @@ class EngineCore:
             if self._in_flight:
                 self._in_flight[0].started_s = self._clock.time()  # a rank computes its steps one after another
             results = [result for result in done.results if result is not None]
+            received_s = self._stopwatch()
             emissions = self.scheduler.apply(done.step, results, self._clock.time())
+            applied_s = self._stopwatch()
             for rank_step in done.step.ranks:
                 for row in rank_step.prompts:
                     self._tell_prompt(row.seq.request)
             self._emit(emissions)
             self._count(results)
+            times_s = (*done.times_s, received_s, applied_s, self._stopwatch())
+            self.observer.step_done(StepReport(done.step, results, emissions, *times_s))
+            self._tell_ends()
+
+    def _note_end(self, request: Request, reason: str) -> None:
+        self._ended.append((request, reason))
+
+    def _tell_ends(self) -> None:
+        if self._ended:
+            now_s = self._stopwatch()
+            for request, reason in self._ended:
+                self.observer.request_done(request, reason, now_s)
+            self._ended.clear()
 
     def _tell_prompt(self, request: Request) -> None:
         """When the last of them is here, the reader may see the log probabilities of its prompt."""
@@ -338,6 +378,8 @@ class EngineCore:
         self._in_flight.clear()
         for request in self.scheduler.requests.values():
             self._outbox.add((request.user, _again(error)))
+            self._note_end(request, error.code)
+        self._tell_ends()
         self._outbox.publish()
         self.on_failure()
         self._pump()

@@ -27,7 +27,9 @@ from deepinfer.group import ProgressReport, WorkerGroup
 from deepinfer.home import CallerLoop, OwnThread, call_threadsafe
 from deepinfer.intake import Intake, Messages, Prompt
 from deepinfer.many import generate_many
+from deepinfer.metrics import EngineMetrics, Metric
 from deepinfer.migrating import rename_options, rename_settings
+from deepinfer.observer import Observer
 from deepinfer.rank import CacheShape
 from deepinfer.result import Completion
 from deepinfer.scheduler import Scheduler, SchedulerConfig, SchedulerStats
@@ -54,13 +56,20 @@ class Engine:
     Settings are the fields of `EngineConfig`; what is not given here comes from the environment, else is a default.
     """
 
-    def __init__(self, model: str | os.PathLike[str] | None = None, **settings: Any) -> None:
-        """Checks the settings; nothing is started or read. Raises `ConfigError`, which names the setting."""
+    def __init__(
+        self, model: str | os.PathLike[str] | None = None, *, observers: Sequence[Observer] = (), **settings: Any
+    ) -> None:
+        """Checks the settings; nothing is started or read. Raises `ConfigError`, which names the setting.
+
+        `observers` (a `Trace`, for instance) hear of every step, on the core's thread.
+        """
         if model is not None:
             settings["model"] = os.fspath(model)
         self.config: EngineConfig = resolve_config(rename_settings(settings))
         if not self.config.model:
             raise ConfigError("model", "no model: give a name or a path, or set DEEPINFER_HF_MODEL_DIR")
+        self._metrics = EngineMetrics()
+        self._observers: list[Observer] = [self._metrics, *observers]
         self._pid = os.getpid()
         self._state = _State.NEW
         self._starting: asyncio.Task[None] | None = None
@@ -128,7 +137,7 @@ class Engine:
         ready = await self._group.wait_ready(config.start_timeout_s, _in_words(tell))
         self.limits = _limits(ready, self._text)
         scheduler = Scheduler(_scheduler_config(config), [_shape(rank) for rank in ready], epoch=self._group.epoch)
-        self._core = EngineCore(scheduler, self._group.link, self._home.loop, _core_config(config))
+        self._core = EngineCore(scheduler, self._group.link, self._home.loop, _core_config(config), self._observers)
         self._core.on_failure = self._group.supervisor.kill
         next_seed = None if config.seed < 0 else partial(random.Random(config.seed).getrandbits, SEED_BITS)
         self._intake = Intake(self.limits, self._text, self._executor, self._core, self._post, next_seed)
@@ -250,6 +259,8 @@ class Engine:
             resume = partial(self._post_threadsafe, self._core.resume, request)
         except DeepInferError as error:
             mailbox.close(error)
+            if isinstance(error, InvalidRequest):  # the rest is no matter of what was asked
+                self._post_threadsafe(self._observe_refusal, error.code)
         return TokenStream(request_id, mailbox, abort, resume, self.config.max_unread_tokens // 2)
 
     def _stream_renamed(self, elsewhere: dict[str, Any], **options: Any) -> TokenStream:
@@ -300,6 +311,17 @@ class Engine:
         self._check_opened()
         return EngineStats(self._core.scheduler.stats(), self._core.stats, self._group.link.num_strange_frames)
 
+    def metrics(self) -> dict[str, Metric]:
+        """Counters, gauges and histograms so far, by name; from any thread. Raises `EngineClosed` before it is open."""
+        self._check_opened()
+        return self._metrics.snapshot(self._core.scheduler.stats())
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Messages can be given in place of a prompt. Raises `EngineClosed` before the engine is open."""
+        self._check_opened()
+        return self._text is not None and self._text.has_chat_template
+
     @property
     def worker_pids(self) -> list[int]:
         """Processes of the workers that live; none before they are started."""
@@ -322,6 +344,10 @@ class Engine:
             raise ForkedEngine("this engine was made before a fork; make one in the child")
         if self._state is not _State.RUNNING:
             raise EngineClosed(f"the engine is {self._state}")
+
+    def _observe_refusal(self, code: str) -> None:
+        """In the core."""
+        self._core.observer.request_refused(code)
 
     def _reader_loop(self) -> asyncio.AbstractEventLoop:
         try:

@@ -41,7 +41,7 @@ class OwnThread:
     """A daemon thread with a loop of its own; uvloop's where it is installed."""
 
     def __init__(self) -> None:
-        self.loop = _new_loop()
+        self.loop = new_loop()
         self._thread = threading.Thread(target=self._run, name="deepinfer-core", daemon=True)
         self._thread.start()
 
@@ -87,7 +87,8 @@ async def _cancel_tasks() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _new_loop() -> asyncio.AbstractEventLoop:
+def new_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's where it is installed."""
     try:
         import uvloop
     except ModuleNotFoundError:

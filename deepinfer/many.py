@@ -6,14 +6,11 @@ Knows only the engine's public face.
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from deepinfer.errors import InvalidRequest
+from deepinfer.progress import ProgressBar
 from deepinfer.result import Completion
 from deepinfer_protocol import SamplingParams
 
@@ -38,18 +35,18 @@ async def generate_many(
     completions: list[Completion | None] = [None] * len(prompts)
     places = iter(range(len(prompts)))
 
-    with _Bar(len(prompts), progress) as bar:
+    with ProgressBar(len(prompts), progress) as bar:
 
         async def work() -> None:
             for place in places:
-                completions[place] = await _generate_one(engine, prompts[place], each[place], options)
-                bar.advance(completions[place])
+                completions[place] = done = await _generate_one(engine, prompts[place], each[place], options)
+                bar.advance(done.num_generated_tokens)
 
-        await _run_all([work() for _ in range(min(len(prompts), _num_at_once(engine)))])
+        await run_all([work() for _ in range(min(len(prompts), num_at_once(engine)))])
     return [completion for completion in completions if completion is not None]
 
 
-def _num_at_once(engine: Engine) -> int:
+def num_at_once(engine: Engine) -> int:
     """Enough to fill every slot twice over, and never more than the queue takes."""
     config = engine.config
     return min(2 * config.max_num_seqs * config.num_workers, config.max_queued_requests)
@@ -63,7 +60,7 @@ async def _generate_one(
     return await engine.generate(prompt, params, **options)
 
 
-async def _run_all(works: list[Any]) -> None:
+async def run_all(works: list[Any]) -> None:
     """All of them, or the first error, with the rest ended."""
     try:
         async with asyncio.TaskGroup() as group:
@@ -74,37 +71,3 @@ async def _run_all(works: list[Any]) -> None:
         while isinstance(first, BaseExceptionGroup):
             first = first.exceptions[0]
         raise first from None
-
-
-class _Bar:
-    """Prompts done, and tokens a second, on standard error; silent where nobody looks."""
-
-    def __init__(self, total: int, is_shown: bool) -> None:
-        console = Console(stderr=True)
-        is_watched = console.is_jupyter or (sys.stderr is not None and sys.stderr.isatty())
-        self._progress = Progress(
-            TextColumn("generating"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[rate]}"),
-            console=console,
-            redirect_stdout=False,  # the caller's streams are the caller's
-            redirect_stderr=False,
-            disable=not (is_shown and is_watched),
-        )
-        self._task = self._progress.add_task("generating", total=total, rate="")
-        self._num_tokens = 0
-
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def advance(self, completion: Completion | None) -> None:
-        if completion is not None:
-            self._num_tokens += completion.num_generated_tokens
-            elapsed_s = self._progress.tasks[0].elapsed or 1e-9
-            self._progress.update(self._task, advance=1, rate=f"{self._num_tokens / elapsed_s:.0f} tok/s")

@@ -60,6 +60,7 @@ class Request:
     __slots__ = (
         "arrival_s",
         "deadline_s",
+        "first_token_s",
         "is_paused",
         "max_length",
         "num_cached_tokens",
@@ -110,6 +111,7 @@ class Request:
         self.user = user  # the core's; the scheduler does not look at it
         self.order = (0.0, 0)  # set by the scheduler: smaller goes first
         self.started_s: float | None = None  # when its first row was planned
+        self.first_token_s: float | None = None  # the metrics': of any sample
         self.is_paused = False  # its reader is too slow
         self.slow_since_s = inf  # the deadline that its pause has set
         self.num_cached_tokens = 0  # of the first sample's first admission
@@ -127,6 +129,11 @@ class Request:
         request.num_queued_tokens = num_expected_tokens
         request.samples[0].state = State.ENCODING
         return request
+
+    def queued_s(self, now_s: float) -> float:
+        """How long it waited for its first step, or has until now."""
+        started_s = now_s if self.started_s is None else self.started_s
+        return max(started_s - self.arrival_s, 0.0)  # the loop's own time may lag behind the clock of arrivals
 
     def encode(
         self, prompt: array[int], sampling: list[SlotSampling], *, max_length: int, stop_ids: frozenset[int]
@@ -159,6 +166,7 @@ class Sequence:
         "generation",
         "held_block_ids",
         "last_step",
+        "last_token_s",
         "limit",
         "max_length",
         "min_length",
@@ -183,6 +191,7 @@ class Sequence:
         self.num_planned = 0  # positions that steps sent so far compute
         self.num_published = 0  # blocks that others can adopt
         self.last_step = -1  # last step sent that names it
+        self.last_token_s: float | None = None  # the metrics': set when a step goes by without one
         self.rank = 0
         self.slot = -1
         self.generation = -1

@@ -7,6 +7,7 @@ A step is planned before the tokens of the step before it are known; `apply` bri
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from itertools import count
 from math import inf
 from typing import NamedTuple
@@ -71,6 +72,7 @@ class Scheduler:
             for index, shape in enumerate(shapes)
         ]
         self.requests: dict[str, Request] = {}
+        self.on_finish: Callable[[Request, FinishReason], object] = _tell_nobody
         self._queue = WaitingQueue()
         self._deadlines = Deadlines()
         self._serial = count()
@@ -147,6 +149,7 @@ class Scheduler:
         if request.num_unfinished == 0:
             del self.requests[request.request_id]
             self._note_finish(now)
+            self.on_finish(request, reason)
         elif seq.sample_index == 0:
             self._release_samples(seq)
 
@@ -361,6 +364,10 @@ class Scheduler:
         assert sum(request.num_queued_tokens for request in unstarted) == self._num_queued_tokens
         for request in self.requests.values():
             assert request.num_unfinished == sum(seq.state is not State.FINISHED for seq in request.samples) > 0
+
+
+def _tell_nobody(request: Request, reason: FinishReason) -> None:
+    """For a scheduler that nobody watches."""
 
 
 def _split_logprobs(sampled: list[Sequence], result: StepResult) -> list[TokenLogprobs | None]:

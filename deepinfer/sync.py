@@ -11,10 +11,12 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
+from deepinfer.admission import ModelLimits
 from deepinfer.engine import Engine
 from deepinfer.errors import EngineClosed, ForkedEngine, InvalidRequest
 from deepinfer.home import OwnThread
 from deepinfer.intake import Messages, Prompt
+from deepinfer.metrics import Metric
 from deepinfer.migrating import rename_options
 from deepinfer.result import Completion
 from deepinfer.stream import TokenChunk, TokenStream
@@ -61,8 +63,9 @@ class SyncStream:
 class _Session:
     """An engine on a loop in a thread of its own. Outlives its `SyncEngine` by as long as the close takes."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, on_progress: Callable[[str], None] | None) -> None:
         self.engine = engine
+        self._on_progress = on_progress
         self._home: OwnThread | None = None
         self._is_closed = False
         self._lock = threading.Lock()
@@ -84,7 +87,7 @@ class _Session:
             if self._home is None:
                 home = OwnThread()
                 try:
-                    _run(home, self.engine.open)
+                    _run(home, self.engine.open, self._on_progress)
                 except BaseException:
                     self._is_closed = True
                     _end(home, self.engine)
@@ -135,10 +138,12 @@ class SyncEngine:
     Without `with` it opens at its first use, and closes when it is forgotten or the program ends.
     """
 
-    def __init__(self, model: str | None = None, **settings: Any) -> None:
-        """Takes what `Engine` takes; starts nothing."""
+    def __init__(
+        self, model: str | None = None, *, on_progress: Callable[[str], None] | None = None, **settings: Any
+    ) -> None:
+        """Takes what `Engine` takes; starts nothing. `on_progress` hears of the start, in the engine's thread."""
         self._engine = Engine(model, **settings)
-        self._session = _Session(self._engine)
+        self._session = _Session(self._engine, on_progress)
         self._finalizer = weakref.finalize(self, self._session.close_forgotten)
 
     def __enter__(self) -> Self:
@@ -158,6 +163,20 @@ class SyncEngine:
     def _call(self, function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
         """`function(*arguments)` on the engine's loop."""
         return self._session.call(function, *arguments)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """As `Engine.has_chat_template`."""
+        return self._engine.has_chat_template
+
+    @property
+    def limits(self) -> ModelLimits:
+        """What the model allows. Raises `AttributeError` before the engine is open."""
+        return self._engine.limits
+
+    def metrics(self) -> dict[str, Metric]:
+        """As `Engine.metrics`."""
+        return self._engine.metrics()
 
     def stream(self, prompt: Prompt | None = None, params: SamplingParams | None = None, **options: Any) -> SyncStream:
         """As `Engine.stream`."""

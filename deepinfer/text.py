@@ -24,6 +24,7 @@ class TextPipeline:
     def __init__(self, path: Path) -> None:
         """Reads the tokenizer of the model at `path`. Raises `ModelError`."""
         self.tokenizer = Tokenizer.from_model(path)
+        self.has_chat_template = self.tokenizer.chat_template is not None
         self._template = ChatTemplate(
             self.tokenizer.chat_template,
             bos_token=self.tokenizer.bos_token,

@@ -36,7 +36,20 @@ LAYERS: Final = {
         "deepinfer",
         frozenset({"deepinfer_protocol"}),
         frozenset(
-            {"anyio", "jinja2", "msgspec", "rich", "starlette", "tokenizers", "typer", "uvicorn", "uvloop", "zmq"}
+            {
+                "anyio",
+                "huggingface_hub",
+                "jinja2",
+                "msgspec",
+                "prometheus_client",
+                "rich",
+                "starlette",
+                "tokenizers",
+                "typer",
+                "uvicorn",
+                "uvloop",
+                "zmq",
+            }
         ),
     ),
     "deepinfer_protocol": Layer("protocol/deepinfer_protocol", frozenset(), frozenset({"msgspec"})),
@@ -54,7 +67,7 @@ PICKLING_MODULES: Final = frozenset({"pickle", "marshal", "shelve", "cloudpickle
 PICKLING_NAMES: Final = frozenset({"recv_pyobj", "send_pyobj", "ProcessPoolExecutor"})
 PICKLING_CALLS: Final = frozenset({"torch.load", "torch.save"})
 
-# They belong to the process, and the process to whoever embeds the engine; cli.py owns its own.
+# They belong to the process, and the process to whoever embeds the engine; the command line owns its own.
 PROCESS_NAMES: Final = frozenset({"add_signal_handler", "set_event_loop_policy"})
 PROCESS_CALLS: Final = frozenset({"signal.signal", "logging.basicConfig"})
 
@@ -141,7 +154,22 @@ def test_nothing_pickles(folder: str) -> None:
 
 
 def test_the_engine_leaves_the_process_alone() -> None:
-    assert outside("deepinfer/cli.py", touching_process(uses("deepinfer"))) == []
+    touching = touching_process(uses("deepinfer"))
+    assert [use for use in touching if not use.path.startswith("deepinfer/cli/")] == []
+
+
+def test_the_engine_does_not_know_its_command_line() -> None:
+    found = [use for use in uses("deepinfer") if use.module.startswith("deepinfer.cli")]
+    homes = ("deepinfer/cli/", "deepinfer/__main__.py:")
+    assert found and [use for use in found if not use.path.startswith(homes)] == []
+
+
+@pytest.mark.parametrize(
+    ("package", "home"), [("prometheus_client", "deepinfer/prometheus.py"), ("huggingface_hub", "deepinfer/hub.py")]
+)
+def test_what_an_extra_brings_is_imported_in_one_file(package: str, home: str) -> None:
+    found = [use for use in uses("deepinfer") if use.module.split(".")[0] == package]
+    assert found and outside(home, found) == []
 
 
 def test_the_engine_reads_the_environment_in_one_file() -> None:

@@ -14,8 +14,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from deepinfer.catalog import KnownModel, default_cache_dir, known_models, resolve
+from deepinfer.catalog import default_cache_dir, known_models, resolve
 from deepinfer.errors import ModelError, ModelFileError, UnknownModel
+from deepinfer.known_model import KnownModel
 
 WEIGHTS = b"GGUF" + bytes(range(256)) * 40
 REPO = Path(__file__).resolve().parents[2]
@@ -36,7 +37,8 @@ WHEEL = "deepinfer_test_tiny-0.1-py3-none-any.whl"
 PULL = """
 import sys, msgspec
 from pathlib import Path
-from deepinfer.catalog import KnownModel, resolve
+from deepinfer.catalog import resolve
+from deepinfer.known_model import KnownModel
 known = msgspec.json.decode(sys.argv[1], type=KnownModel)
 print(resolve(known.name, cache_dir=Path(sys.argv[2]), catalog=(known,)).path)
 """

@@ -1,4 +1,4 @@
-"""The `deepinfer` command. The only place of the package that prints."""
+"""`deepinfer env`."""
 
 from __future__ import annotations
 
@@ -9,40 +9,19 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from deepinfer.cli.common import in_words, pair
 from deepinfer.config import Setting, explain_config
-from deepinfer.errors import DeepInferError
-from deepinfer_protocol import VERSION
-
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Large language models as async streams.")
 
 
-@app.callback(invoke_without_command=True)
-def root(version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
-    if version:
-        typer.echo(VERSION)
-        raise typer.Exit
-
-
-@app.command()
 def env(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help="Constructor arguments to try.")
     ] = None,
 ) -> None:
     """Every setting: constructor argument, environment variable, default, and which of them wins."""
-    try:
-        settings = explain_config(dict(_pair(argument) for argument in arguments or []), strict=False)
-    except DeepInferError as error:
-        typer.echo(f"deepinfer env: {error}", err=True)
-        raise typer.Exit(2) from None
+    with in_words("env"):
+        settings = explain_config(dict(pair(argument) for argument in arguments or []), strict=False)
     Console().print(_table(settings))
-
-
-def _pair(argument: str) -> tuple[str, str]:
-    name, equals, value = argument.partition("=")
-    if not equals:
-        raise typer.BadParameter(f"{argument!r}: NAME=VALUE is expected")
-    return name, value
 
 
 def _table(settings: list[Setting]) -> Table:
@@ -69,8 +48,3 @@ def _text(value: Any) -> str:
     if isinstance(value, bool):
         return "1" if value else "0"
     return str(value) if value != "" else '""'
-
-
-def main() -> None:
-    """Entry point."""
-    app()

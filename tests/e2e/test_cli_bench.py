@@ -1,0 +1,93 @@
+"""The bench: what its report holds, and that the figures are those of what was done."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from deepinfer import Engine
+from deepinfer.bench import Load, Percentiles, Recorder, Report, measure
+from deepinfer.cli import app
+from doubles.command import run_command
+from doubles.reading import FAKE
+
+pytestmark = pytest.mark.usefixtures("runtime_home")
+
+FAST = ["bench", "fake", "--set", "fake_step_s=0.001", "--max-tokens", "8", "--prompt-tokens", "5"]
+
+
+def test_json_is_one_report_a_line(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    done = run_command(*FAST, "--streams", "1,8", "--json", "--trace", str(trace))
+    assert done.returncode == 0, done.stderr
+    reports = [msgspec.json.decode(line, type=Report) for line in done.stdout.splitlines()]
+    assert [(report.streams, report.requests, report.generated_tokens) for report in reports] == [
+        (1, 4, 32),
+        (8, 8, 64),
+    ]
+    for report, line in zip(reports, done.stdout.splitlines(), strict=True):
+        assert set(json.loads(line)) == set(Report.__struct_fields__)
+        check_plausible(report)
+    tokens = [event["args"]["tokens"] for event in json.loads(trace.read_text()) if event["name"].startswith("step ")]
+    assert sum(tokens) == 32 + 64 + 2 * 4, "both loads, and what warmed them up"
+
+
+def check_plausible(report: Report) -> None:
+    assert report.tokens_per_s == pytest.approx(report.generated_tokens / report.duration_s, rel=0.01)
+    assert report.requests_per_s == pytest.approx(report.requests / report.duration_s, rel=0.01)
+    assert 0 <= report.device_idle_share <= 1
+    assert 0 < report.ttft_ms.p50 <= report.e2e_ms.p99 <= 1e3 * report.duration_s + 1
+    assert 0.9 < report.step_device_ms.p50 < 1000 and report.batch_rows.p99 <= report.streams
+    for value in msgspec.to_builtins(report).values():
+        if isinstance(value, dict):
+            assert 0 <= value["p50"] <= value["p90"] <= value["p99"]
+
+
+def test_the_table_has_a_column_a_load() -> None:
+    done = CliRunner(env={"COLUMNS": "160"}).invoke(app, [*FAST, "--streams", "2,4"])
+    assert done.exit_code == 0, done.output
+    for row in ("time to first token, ms", "between tokens, ms", "device idle share", "preemptions"):
+        assert row in done.stdout
+    assert "2 streams:" in done.stderr and "4 streams:" in done.stderr
+
+
+@pytest.mark.parametrize("streams", ["", "0", "1,,2", "many"])
+def test_what_is_no_list_of_numbers_is_refused(streams: str) -> None:
+    done = CliRunner().invoke(app, [*FAST, "--streams", streams])
+    assert done.exit_code == 2 and "deepinfer bench: streams: " in done.stderr
+
+
+@pytest.mark.usefixtures("no_tasks_left")
+async def test_requests_that_arrive_by_a_rate_wait_for_nobody_but_the_cap() -> None:
+    recorder = Recorder()
+    async with Engine("fake", observers=[recorder], **FAKE) as engine:
+        load = Load(num_streams=50, num_requests=30, prompt_tokens=4, max_tokens=3, rate=200.0, seed=1)
+        report = await measure(engine, recorder, load)
+    assert report.requests == 30 and report.generated_tokens == 90
+    assert 0.05 < report.duration_s < 5, "30 arrivals at 200 a second, give or take"
+    assert len(recorder.queue_s) == 30 and sum(recorder.rows) >= 90
+
+
+@pytest.mark.usefixtures("no_tasks_left")
+async def test_prompts_of_a_load_are_no_prefix_of_each_other() -> None:
+    recorder = Recorder()
+    async with Engine("fake", observers=[recorder], block_size=4, fake_vocab_size=1000) as engine:
+        loads = [Load(num_streams=n, prompt_tokens=20, max_tokens=2) for n in (1, 4)]
+        reports = [await measure(engine, recorder, load) for load in loads]
+    assert [report.cached_tokens for report in reports] == [0, 0]
+
+
+def percentiles(values: list[float]) -> dict[str, Any]:
+    return msgspec.to_builtins(Percentiles.of(values))  # type: ignore[no-any-return]
+
+
+def test_percentiles_are_values_that_came() -> None:
+    assert percentiles([float(value) for value in range(1, 101)]) == {"mean": 50.5, "p50": 50, "p90": 90, "p99": 99}
+    assert percentiles([7.0]) == {"mean": 7, "p50": 7, "p90": 7, "p99": 7}
+    assert not any(percentiles([]).values()) and not math.isnan(Percentiles.of([]).mean)
