@@ -57,6 +57,24 @@ def test_the_readme_shows_the_program_that_runs() -> None:
         assert wanted in body or not wanted, f"{line!r} is not in examples/stream.py"
 
 
+def test_a_vllm_script_runs_with_two_lines_changed(tmp_path: Path) -> None:
+    """The import, and the class that is made; the outcome is the example, which anybody can run."""
+    theirs = (REPO / "tests" / "data" / "vllm_script.txt").read_text()
+    ours = theirs.replace("from vllm import LLM, SamplingParams", "from deepinfer import SamplingParams, SyncEngine")
+    ours = ours.replace("llm = LLM(", "llm = SyncEngine(")
+    pairs = zip(theirs.splitlines(), ours.splitlines(), strict=True)
+    assert len([1 for before, after in pairs if before != after]) == 2
+    assert ours == (EXAMPLES / "migrate_from_vllm.py").read_text()
+    call = re.search(r"sampling_params = SamplingParams\((.*?)\n    \)", theirs, re.S)
+    assert call is not None and len(re.findall(r"^        \w+=", call.group(1), re.M)) == 24
+    script = tmp_path / "script.py"
+    script.write_text(ours)
+    done = run("-W", "error", str(script), "smollm2-135m")
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert "chat: The capital of France is Paris." in done.stdout
+    assert done.stdout.count("first token:") == 4 and "London" not in done.stdout
+
+
 def test_the_web_app_streams_and_refuses() -> None:
     port = free_port()
     command = [sys.executable, "-m", "uvicorn", "--app-dir", "examples", "--port", str(port), "fastapi_app:app"]
