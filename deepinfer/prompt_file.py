@@ -118,7 +118,7 @@ def _decode(raw: bytes) -> _Content:
 
 
 def read_params(fields: Mapping[str, Any]) -> SamplingParams:
-    """`SamplingParams` from a JSON object's fields, by their own or others' names. Raises `InvalidRequest`, by field."""
+    """`SamplingParams` from a JSON object's fields, by our names or others'. Raises `InvalidRequest`, by field."""
     try:
         own = rename_params(fields, SamplingParams.__struct_fields__)
         return msgspec.convert(own, SamplingParams, str_keys=True)

@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -96,6 +97,25 @@ def test_ctrl_c_ends_the_sync_script_without_a_word(tiny_model: str) -> None:
         script.send_signal(signal.SIGINT)
         _, errors = script.communicate(timeout=30)
     assert (script.returncode, errors) == (130, b"")
+
+
+@real_model
+def test_a_vllm_script_runs_with_two_lines_changed(tmp_path: Path) -> None:
+    """The import, and the class that is made; the outcome is the example, which anybody can run."""
+    theirs = (REPO / "tests" / "data" / "vllm_script.txt").read_text()
+    ours = theirs.replace("from vllm import LLM, SamplingParams", "from deepinfer import SamplingParams, SyncEngine")
+    ours = ours.replace("llm = LLM(", "llm = SyncEngine(")
+    pairs = zip(theirs.splitlines(), ours.splitlines(), strict=True)
+    assert len([1 for before, after in pairs if before != after]) == 2
+    assert ours == (EXAMPLES / "migrate_from_vllm.py").read_text()
+    call = re.search(r"sampling_params = SamplingParams\((.*?)\n    \)", theirs, re.S)
+    assert call is not None and len(re.findall(r"^        \w+=", call.group(1), re.M)) == 24
+    script = tmp_path / "script.py"
+    script.write_text(ours)
+    done = run(str(script), "smollm2-135m")
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert "chat: The capital of France is Paris." in done.stdout
+    assert done.stdout.count("first token:") == 4 and "London" not in done.stdout
 
 
 @real_model

@@ -130,6 +130,54 @@ def test_known_answers_come_out_together() -> None:
     asyncio.run(main())
 
 
+EVERYTHING: dict[str, Any] = {
+    "max_tokens": 8, "temperature": 0.9, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1, "min_tokens": 6,
+    "presence_penalty": 0.3, "frequency_penalty": 0.2, "bad_words": ["sea", "the world"], "logit_bias": {28: -1.0},
+    "logprobs": 2, "prompt_logprobs": 1,
+}  # fmt: skip
+
+
+async def told(engine: Engine, index: int) -> tuple[Any, Any]:
+    """Everything that a request with some of the parameters brings: tokens and log probabilities."""
+    fields = EVERYTHING if index % 3 == 0 else dict(list(EVERYTHING.items())[: 4 + index])
+    question = f"Write a short text about {SUBJECTS[index]}, and say why people care about it."
+    done = await engine.generate(messages=chat(question), params=SamplingParams(**fields, seq_seed=index))
+    return done.samples, done.prompt_token_logprobs
+
+
+@pytest.fixture(scope="module")
+def told_alone() -> list[tuple[Any, Any]]:
+    async def alone() -> list[tuple[Any, Any]]:
+        async with Engine(str(model_path()), overlap=False, prefix_cache=False) as engine:
+            return [await told(engine, index) for index in range(2)]
+
+    return asyncio.run(alone())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_blocks": 17},
+        pytest.param({"prefill_chunk": 7}, marks=pytest.mark.full),
+        pytest.param({"overlap": False}, marks=pytest.mark.full),
+        pytest.param({"prefill_chunk": 64, "num_workers": 2}, marks=pytest.mark.full),
+    ],
+    ids=["preempted", "chunks", "plain", "ranks"],
+)
+def test_every_parameter_gives_the_same_on_any_schedule(
+    told_alone: list[tuple[Any, Any]], settings: dict[str, Any]
+) -> None:
+    """Tokens, and log probabilities of prompt and answer to the bit, of requests with other parameters each."""
+
+    async def together() -> list[tuple[Any, Any]]:
+        async with Engine(str(model_path()), **settings) as engine:
+            found = list(await asyncio.gather(*[told(engine, index) for index in range(5)]))
+            assert (engine.stats().scheduler.num_preempted > 0) == ("num_blocks" in settings)
+            return found
+
+    assert asyncio.run(together())[: len(told_alone)] == told_alone
+
+
 def test_text_parameters_on_real_text() -> None:
     """Stop strings over token borders, min_tokens, logprobs, n, special tokens: each against the plain answer."""
 
