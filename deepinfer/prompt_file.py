@@ -19,6 +19,7 @@ import msgspec
 from deepinfer.admission import ModelLimits, check_params
 from deepinfer.chat import check_messages
 from deepinfer.errors import ConfigError, DeepInferError, InvalidRequest
+from deepinfer.migrating import SamplingParams as AnySamplingParams
 from deepinfer.migrating import rename_params
 from deepinfer_protocol import SamplingParams
 
@@ -121,7 +122,7 @@ def read_params(fields: Mapping[str, Any]) -> SamplingParams:
     """`SamplingParams` from a JSON object's fields, by our names or others'. Raises `InvalidRequest`, by field."""
     try:
         own = rename_params(fields, SamplingParams.__struct_fields__)
-        return msgspec.convert(own, SamplingParams, str_keys=True)
+        return msgspec.convert(own, AnySamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
         raise _refusal(error, "params") from None
 
