@@ -17,7 +17,7 @@ from deepinfer.home import OwnThread
 from deepinfer.intake import Messages, Prompt
 from deepinfer.migrating import rename_options
 from deepinfer.result import Completion
-from deepinfer.stream import TokenChunk, TokenStream
+from deepinfer.stream import PromptLogprobs, TokenChunk, TokenStream
 from deepinfer_protocol import SamplingParams
 
 T = TypeVar("T")
@@ -52,6 +52,11 @@ class SyncStream:
 
     def abort(self) -> None:
         self._stream.abort()
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """As `TokenStream.prompt_logprobs`."""
+        return self._stream.prompt_logprobs
 
 
 class _Session:

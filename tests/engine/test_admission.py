@@ -225,11 +225,12 @@ def test_what_is_not_asked_for_is_not_sent() -> None:
 
 
 def test_penalties_biases_and_bans_become_words_of_the_device() -> None:
+    as_json: dict[Any, float] = {"9": 2, 4: -100}
     params = SamplingParams(
         repetition_penalty=1.5,
         presence_penalty=1,
         frequency_penalty=-1,
-        logit_bias={"9": 2, "4": -100},
+        logit_bias=as_json,
         banned_token_ids=[7, 4],
     )
     assert shaping(params, [[5], [1, 2, 3]]) == LogitShaping(
