@@ -88,7 +88,7 @@ class Intake:
             "arrival_s": now,
             "queue_deadline_s": now + check_timeout("queue_timeout_s", queue_timeout_s),
             "deadline_s": now + check_timeout("timeout_s", timeout_s),
-            "skips_prefix_cache": params.skip_reading_prefix_cache,
+            "skips_prefix_cache": bool(params.skip_reading_prefix_cache),
             "user": mailbox,
         }
         if isinstance(prompt, Mapping):
