@@ -8,6 +8,7 @@ what is left is sampled. Log probabilities are those of the model, before all of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from msgspec import Struct
 
@@ -37,7 +38,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Taken off the logits of tokens that are in the output; -2 to 2."""
     frequency_penalty: float = 0.0
     """Taken off the logits of tokens in the output, once for each time they are there; -2 to 2."""
-    logit_bias: Mapping[int, float] | None = None
+    logit_bias: Mapping[Any, float] | None = None
     """Token id (also as text, as JSON has it) to what is added to its logit; -100 to 100."""
     allowed_token_ids: Sequence[int] | None = None
     """No other token is sampled. `None`: all may be."""
