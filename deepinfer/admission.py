@@ -46,7 +46,6 @@ _FLAGS: Final = (
     "skip_special_tokens",
     "detokenize",
     "include_stop_str_in_output",
-    "skip_reading_prefix_cache",
 )
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _SAMPLE_STRIDE: Final = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the samples of one seed
@@ -106,9 +105,10 @@ def check_params(params: Any, limits: ModelLimits) -> SamplingParams:
     if params.seq_seed is not None:
         _check_int("seq_seed", params.seq_seed, 0, 2**SEED_BITS - 1)
     for field in _FLAGS:
-        if not isinstance(getattr(params, field), bool):
-            raise InvalidRequest(field, f"{_shown(getattr(params, field))}, True or False is expected")
+        _check_flag(field, getattr(params, field))
     _check_stop_ids(params.stop_token_ids, limits.vocab_size)
+    if params.skip_reading_prefix_cache is not None:
+        _check_flag("skip_reading_prefix_cache", params.skip_reading_prefix_cache)
     _check_stop_strings(params, limits)
     _check_token_lists(params, limits.vocab_size)
     _check_bad_words(params.bad_words, limits)
@@ -209,6 +209,11 @@ def check_timeout(field: str, timeout_s: Any) -> float:
 def _check_int(field: str, value: Any, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise InvalidRequest(field, f"{_shown(value)}, an integer of {low} to {high} is expected")
+
+
+def _check_flag(field: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise InvalidRequest(field, f"{_shown(value)}, True or False is expected")
 
 
 def _check_float(field: str, value: Any, low: float, high: float) -> None:

@@ -88,7 +88,7 @@ class Intake:
             "arrival_s": now,
             "queue_deadline_s": now + check_timeout("queue_timeout_s", queue_timeout_s),
             "deadline_s": now + check_timeout("timeout_s", timeout_s),
-            "skips_prefix_cache": params.skip_reading_prefix_cache,
+            "skips_prefix_cache": bool(params.skip_reading_prefix_cache),
             "user": mailbox,
         }
         if isinstance(prompt, Mapping):
@@ -100,7 +100,9 @@ class Intake:
             params = replace(params, seq_seed=self._next_seed())  # here, where the order of the calls is known
         if _is_quick(prompt, messages) and not is_long(params):
             return self._submit(request_id, prompt, messages, params, options)
-        expected = min(_num_characters(prompt, messages) // CHARACTERS_PER_TOKEN, self._limits.max_length)
+        if messages is None and not isinstance(prompt, str):
+            prompt = check_token_ids(prompt, self._limits)  # a copy: the caller's list may change meanwhile
+        expected = min(_num_expected_tokens(prompt, messages), self._limits.max_length)
         request = Request.unencoded(request_id, params.n, expected, **options)
         self._post(self._core.submit, request)
         self._executor.submit(self._encode_later, request, prompt, messages, params)
@@ -196,11 +198,13 @@ def _is_quick(prompt: Prompt | None, messages: Messages | None) -> bool:
     return sum(map(len, strings)) <= INLINE_CHARACTERS
 
 
-def _num_characters(prompt: Prompt | None, messages: Messages | None) -> int:
-    """A guess at the length of the text that is to be encoded."""
-    if isinstance(prompt, str):
+def _num_expected_tokens(prompt: Prompt | None, messages: Messages | None) -> int:
+    """A guess at the length of the prompt before it is encoded."""
+    if isinstance(prompt, array):
         return len(prompt)
+    if isinstance(prompt, str):
+        return len(prompt) // CHARACTERS_PER_TOKEN
     if isinstance(messages, (list, tuple)):
         contents = [message.get("content") for message in messages[:INLINE_STRINGS] if isinstance(message, dict)]
-        return sum(len(content) for content in contents if isinstance(content, str))
+        return sum(len(content) for content in contents if isinstance(content, str)) // CHARACTERS_PER_TOKEN
     return 0

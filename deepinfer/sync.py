@@ -19,7 +19,7 @@ from deepinfer.intake import Messages, Prompt
 from deepinfer.metrics import Metric
 from deepinfer.migrating import rename_options
 from deepinfer.result import Completion
-from deepinfer.stream import TokenChunk, TokenStream
+from deepinfer.stream import PromptLogprobs, TokenChunk, TokenStream
 from deepinfer_protocol import SamplingParams
 
 T = TypeVar("T")
@@ -58,6 +58,11 @@ class SyncStream:
 
     def abort(self) -> None:
         self._stream.abort()
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """As `TokenStream.prompt_logprobs`."""
+        return self._stream.prompt_logprobs
 
 
 class _Session:

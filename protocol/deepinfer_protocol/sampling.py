@@ -64,7 +64,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Makes the request repeatable: the noise of a token is a function of this seed, the sample and its position."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
-    skip_reading_prefix_cache: bool = False
-    """Compute the whole prompt, even where an equal one is in the prefix cache."""
+    skip_reading_prefix_cache: bool | None = False
+    """Compute the whole prompt, even where an equal one is in the prefix cache. `None` is `False`."""
     detokenize: bool = True
     """`False` streams token ids only."""

@@ -79,7 +79,7 @@ async def test_tokens_are_allowed_and_banned() -> None:
     async with Engine("fake", **FAKE) as engine:
         some = await engine.generate(PROMPT, SamplingParams(max_tokens=30, allowed_token_ids=[3, 50, 96]))
         assert set(some.token_ids) <= {3, 50, 96}
-        rest = SamplingParams(temperature=0, max_tokens=30, banned_token_ids=range(90), logit_bias={"95": -100})
+        rest = SamplingParams(temperature=0, max_tokens=30, banned_token_ids=range(90), logit_bias={95: -100})
         assert min((await engine.generate(PROMPT, rest)).token_ids) >= 90
         with pytest.raises(InvalidRequest, match="allowed_token_ids: every token of it is banned"):
             await engine.generate(PROMPT, SamplingParams(allowed_token_ids=[5], banned_token_ids=[5]))

@@ -105,7 +105,7 @@ BAD_PARAMS: list[tuple[str, Any, str]] = [
     ("bad_words", [5], "list of token ids"),
     ("bad_words", ["x"] * 1025, "at most 1024"),
     ("include_stop_str_in_output", 1, "True or False"),
-    ("skip_reading_prefix_cache", None, "True or False"),
+    ("skip_reading_prefix_cache", 1, "True or False"),
     ("prompt_logprobs", -1, "0 to 20"),
     ("prompt_logprobs", 21, "0 to 20"),
     ("prompt_logprobs", True, "integer"),
@@ -220,16 +220,18 @@ def test_what_is_not_asked_for_is_not_sent() -> None:
         stop=None, stop_token_ids=None, logit_bias=None, allowed_token_ids=None, banned_token_ids=None, bad_words=None
     )
     assert admit(check_params(nothing, LIMITS), 10, LIMITS).sampling[0].shaping is None
+    assert check_params(SamplingParams(skip_reading_prefix_cache=None), LIMITS).n == 1
     empty = SamplingParams(logit_bias={}, banned_token_ids=[], bad_words=[])
     assert admit(check_params(empty, LIMITS), 10, LIMITS).sampling[0].shaping is None
 
 
 def test_penalties_biases_and_bans_become_words_of_the_device() -> None:
+    as_json: dict[Any, float] = {"9": 2, 4: -100}
     params = SamplingParams(
         repetition_penalty=1.5,
         presence_penalty=1,
         frequency_penalty=-1,
-        logit_bias={"9": 2, "4": -100},
+        logit_bias=as_json,
         banned_token_ids=[7, 4],
     )
     assert shaping(params, [[5], [1, 2, 3]]) == LogitShaping(

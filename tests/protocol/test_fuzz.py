@@ -13,8 +13,11 @@ import msgspec
 import pytest
 
 from deepinfer_protocol import (
+    LogitShaping,
     MaskBatch,
     ProtocolError,
+    SlotAdmit,
+    SlotSampling,
     StepPlan,
     StepResult,
     config_length,
@@ -96,6 +99,21 @@ def many_admits(count: int) -> bytes:
     return head + smallest * count + b"\xc4\x00\xc4\x00"
 
 
+def many_shaped_admits(count: int) -> bytes:
+    """As above, each with the smallest part that shapes its logits."""
+    sampling = [0, 1, 0, 0, 0, b"", -1, 0, 0, -1, []]
+    smallest = msgspec.msgpack.encode([0, 0, 0, pack_int32([1]), b"", sampling])
+    head = b"\x99\x03\x01\x01\x00\x00\xc4\x00\xdd" + count.to_bytes(4, "big")
+    return head + smallest * count + b"\xc4\x00\xc4\x00"
+
+
+def wordy_admits(count: int) -> bytes:
+    """Each with as many bad words as may be."""
+    sampling = SlotSampling(shaping=LogitShaping(bad_words=pack_int32([1, 5] * 4096)))
+    admit = SlotAdmit(0, 0, 0, pack_int32([1]), b"", sampling)
+    return encode(StepPlan(1, 1, 0, 0, b"", [admit] * count, b"", b""))
+
+
 def full_plan() -> bytes:
     ones = [1] * MAX_ROWS
     rows = pack_int32(list(range(MAX_ROWS)) + ones * 3)
@@ -113,6 +131,8 @@ LARGE: Final[dict[str, Callable[[], bytes]]] = {
     "many tokens": full_result,
     "many masks": lambda: encode(MaskBatch(1, 1, 0, pack_int32(list(range(64))), bytes(4 * MIB))),
     "as many admits as may be": lambda: many_admits(MAX_ROWS),
+    "as many shaped admits as may be": lambda: many_shaped_admits(MAX_ROWS),
+    "many bad words": lambda: wordy_admits(64),
     "more admits than may be": lambda: many_admits(2 * MAX_ROWS),
     "tokens that do not fit": lambda: full_result()[:-4] + b"\xff" * 4,
     "nested arrays": lambda: b"\x91" * MIB,
