@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
 ON_A_TERMINAL: Final = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
@@ -47,6 +47,14 @@ class Running:
         assert self.process.stdin is not None
         self.process.stdin.write(text.encode())
         self.process.stdin.flush()
+
+    def press_until_it_ends(self, key: str) -> None:
+        """More than once where need be: a signal between readline's prompt and its wait is only seen at the next one."""
+        for _ in range(60):
+            self.write(key)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=0.5)
+                return
 
     def end(self) -> int:
         """No more input; the exit code."""

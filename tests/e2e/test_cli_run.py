@@ -70,7 +70,7 @@ def test_on_a_terminal_ctrl_c_stops_the_answer_and_a_second_one_leaves(word_mode
         command.write("/nonsense\n")
         command.read_until("no such command")
         command.read_until(">>> ", times=3)
-        command.write("\x03")
+        command.press_until_it_ends("\x03")
         assert command.end() == 0
     assert "Traceback" not in command.written
 
