@@ -49,7 +49,7 @@ class Running:
         self.process.stdin.flush()
 
     def press_until_it_ends(self, key: str) -> None:
-        """More than once where need be: a signal between readline's prompt and its wait is only seen at the next one."""
+        """More than once where need be: a signal between readline's prompt and its wait shows at the next one only."""
         for _ in range(60):
             self.write(key)
             with suppress(subprocess.TimeoutExpired):
