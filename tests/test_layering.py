@@ -37,7 +37,6 @@ LAYERS: Final = {
         frozenset({"deepinfer_protocol"}),
         frozenset(
             {
-                "anyio",
                 "huggingface_hub",
                 "jinja2",
                 "msgspec",
@@ -59,7 +58,7 @@ LAYERS: Final = {
         frozenset({"gguf", "msgspec", "numpy", "safetensors", "torch", "zmq"}),
     ),
     "deepinfer_kernels": Layer("kernels/deepinfer_kernels", frozenset(), frozenset({"numpy", "torch", "triton"})),
-    "examples": Layer("examples", frozenset({"deepinfer"}), frozenset({"anyio", "starlette", "uvicorn", "uvloop"})),
+    "examples": Layer("examples", frozenset({"deepinfer"}), frozenset({"starlette", "uvicorn", "uvloop"})),
 }
 
 # They rebuild objects from bytes by running code, or are built on that.
