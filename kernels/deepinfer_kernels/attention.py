@@ -7,8 +7,9 @@ dim, `P` positions a block; `t` query tiles, `p` pairs of a query tile and a key
 The bits of a position depend on its own sequence only, whatever chunk it came in: every product has the same shape
 [M, D] x [D, L] or [M, L] x [L, D], or a smaller M that was seen to give the same bits; keys are cut at multiples of `L`
 counted from the start of the sequence, the maximum over all keys is exact in any order, and the sums of the key tiles
-are added up in the order of the keys. A key tile that a position may not see adds an exact zero. Keys past the end are replaced by the sequence's own first key, so that
-what an earlier owner left in a block (even an infinity) stays without effect.
+are added up in the order of the keys. A key tile that a position may not see adds an exact zero. Keys past the end are
+replaced by the sequence's own first key, so that what an earlier owner left in a block (even an infinity) stays without
+effect.
 """
 
 from __future__ import annotations
