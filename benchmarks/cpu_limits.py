@@ -49,7 +49,7 @@ class Products:
         generator = torch.Generator().manual_seed(0)
 
         def random(shape: Shape) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator) * shape.num_in**-0.5
+            return torch.randn(*shape, generator=generator).mul_(shape.num_in**-0.5)
 
         with torch.inference_mode():
             self._layers = [

@@ -16,8 +16,8 @@ from typing import Any
 
 def main() -> None:
     import numpy
-    import openvino
-    import openvino_genai as genai
+    import openvino  # type: ignore[import-not-found, unused-ignore]
+    import openvino_genai as genai  # type: ignore[import-not-found, unused-ignore]
 
     path, counts, num_tokens, num_runs = sys.argv[1], sys.argv[2].split(","), int(sys.argv[3]), int(sys.argv[4])
     prompts = numpy.array(json.load(sys.stdin), numpy.int64)

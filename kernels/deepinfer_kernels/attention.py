@@ -5,11 +5,10 @@ dim, `P` positions a block; `t` query tiles, `p` pairs of a query tile and a key
 `M` rows of a query tile = w * G rounded up, `L` keys a key tile. Knows nothing of slots or models.
 
 The bits of a position depend on its own sequence only, whatever chunk it came in: every product has the same shape
-[M, D] x [D, L] or [M, L] x [L, D], or a smaller M that was seen to give the same bits; keys are cut at multiples of `L`
-counted from the start of the sequence, the maximum over all keys is exact in any order, and the sums of the key tiles
-are added up in the order of the keys. A key tile that a position may not see adds an exact zero. Keys past the end are
-replaced by the sequence's own first key, so that what an earlier owner left in a block (even an infinity) stays without
-effect.
+[M, D] x [D, L] or [M, L] x [L, D], or one that was seen to give the same bits; keys are cut at multiples of `L` counted
+from the start of the sequence, the maximum over all keys is exact in any order, and the sums of the key tiles are added
+up in the order of the keys. A key tile that a position may not see adds an exact zero. Keys past the end are replaced
+by the sequence's own first key, so that what an earlier owner left in a block (even an infinity) has no effect.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ GOLDEN = [
     ("What is 17 + 25?", None, "17 + 25 = 32."),
 ]
 NUM_GOLDEN_FAST = 2
-"""The last answer is wrong in every arithmetic, and turns on a tie that bf16 products break another way."""
+"""The last answer has the same sum, but bf16 products do not stop it there."""
 WATCHED = SlotSampling(num_logprobs=3)
 
 
