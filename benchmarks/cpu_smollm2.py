@@ -35,6 +35,7 @@ import torch
 
 from deepinfer import Engine, SamplingParams
 from deepinfer.catalog import default_cache_dir, resolve
+from deepinfer.env import worker_environment
 from deepinfer.tokenizer import Tokenizer
 
 REPO: Final = Path(__file__).resolve().parents[1]
@@ -132,6 +133,15 @@ def limits(dtype: str) -> Iterator[dict[str, float]]:
         }
 
 
+def limits_of_worker(dtype: str, num_threads: int) -> list[dict[str, float]]:
+    """`limits`, in a process that is set up as a worker is."""
+    command = [sys.executable, __file__, "--limits", dtype, "--threads", str(num_threads)]
+    environment = worker_environment([str(REPO)])
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    bounds: list[dict[str, float]] = json.loads(done.stdout)
+    return bounds
+
+
 def with_shares(line: dict[str, Any], bounds: dict[str, float]) -> dict[str, Any]:
     shares = {
         "share_of_ceiling": line["decode_tokens_per_s"] / bounds["ceiling_tokens_per_s"],
@@ -170,7 +180,8 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     }
     for dtype in arguments.dtypes:
         lines = asyncio.run(measure_engine(dtype, torch.get_num_threads(), arguments.runs))
-        yield from (with_shares(line, bounds) for line, bounds in zip(lines, limits(dtype), strict=True))
+        bounds = limits_of_worker(dtype, torch.get_num_threads())
+        yield from (with_shares(line, bound) for line, bound in zip(lines, bounds, strict=True))
     if arguments.peer:
         yield from measure_peer(arguments.peer_python, arguments.runs)
     if "fast" in arguments.dtypes:
@@ -209,7 +220,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--threads", type=int, default=0, help="of the device; 0: torch's choice")
+    parser.add_argument("--limits", choices=DTYPES, help="the bounds alone, for one arithmetic")
     arguments = parser.parse_args(argv)
+    if arguments.limits:
+        torch.set_num_threads(arguments.threads or torch.get_num_threads())
+        print(json.dumps(list(limits(arguments.limits))))
+        return
     lines = []
     for line in map(rounded, measure(arguments)):
         lines.append(line)
