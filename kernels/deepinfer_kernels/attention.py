@@ -142,18 +142,22 @@ def _attend(rows: Tensor, keys: Tensor, values: Tensor, group: TileGroup) -> Ten
     num_kv, _, dim = keys.shape
     num_pairs, height, _ = group.hidden.shape
     query_tiles = rows.index_select(0, group.pair_queries).view(num_kv * num_pairs, height, dim)  # [K * p, M, D]
-    key_tiles = keys.index_select(1, group.pair_keys).view(num_kv * num_pairs, KEY_TILE, dim)  # [K * p, L, D]
-    value_tiles = values.index_select(1, group.pair_keys).view(num_kv * num_pairs, KEY_TILE, dim)  # [K * p, L, D]
-
-    scores = _scores(query_tiles, key_tiles).view(num_kv, num_pairs, height, KEY_TILE)
+    scores = _scores(query_tiles, _tiles(keys, group.pair_keys)).view(num_kv, num_pairs, height, KEY_TILE)
     scores.masked_fill_(group.hidden, -torch.inf)
     peaks = _fold(torch.maximum, scores.amax(-1), group.round_sizes)  # [K, t, M]
     weights = scores.sub_(peaks.index_select(1, group.pair_tiles)[..., None]).exp_()  # [K, p, M, L]
     totals = _fold(torch.add, weights.sum(-1), group.round_sizes)  # [K, t, M]
-    sums = torch.bmm(weights.view(-1, height, KEY_TILE), value_tiles).view(num_kv, num_pairs, height, dim)
+    # The keys' tiles are free by now: the values' take their memory, which is warm and mapped.
+    sums = torch.bmm(weights.view(-1, height, KEY_TILE), _tiles(values, group.pair_keys))  # [K * p, M, D]
+    sums = sums.view(num_kv, num_pairs, height, dim)
     # A sum that is -0.0 becomes 0.0, as it would by adding a hidden tile.
     out = _fold(torch.add, sums, group.round_sizes).add_(0.0)
     return out.div_(totals[..., None]).view(num_kv, -1, dim)
+
+
+def _tiles(cached: Tensor, pair_keys: Tensor) -> Tensor:
+    """Keys or values `cached` [K, positions, D] of every pair: [K * p, L, D]."""
+    return cached.index_select(1, pair_keys).view(-1, KEY_TILE, cached.shape[2])
 
 
 def _fold(combine: Combine, pairs: Tensor, round_sizes: list[int]) -> Tensor:

@@ -6,13 +6,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepinfer_kernels import Ops, UnknownAccelerator, select_ops
-from deepinfer_kernels.linear import TILE_ROWS, proven_heights, tile_heights
+from deepinfer_kernels import Ops, UnknownAccelerator, half, select_ops
+from deepinfer_kernels.half import BF16, FP16
+from deepinfer_kernels.linear import (
+    TILE_ROWS,
+    Backend,
+    linear,
+    pack_linear,
+    pack_with,
+    proven_heights,
+    tile_heights,
+)
 from deepinfer_kernels.reference import rotary
 from doubles.paged import Paged, rand
 
 # Absolute, for inputs of standard normal size.
 TOLERANCE = {"linear": 1e-4, "attention": 1e-5, "elementwise": 1e-5}
+# A weight keeps 11 bits in float16, and 8 in bfloat16, where activations and results are rounded too.
+HALF_TOLERANCE = {FP16: 2e-3, BF16: 5e-2}
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +59,42 @@ def test_linear(ops: Ops, num_in: int, num_out: int) -> None:
         assert torch.equal(part, whole[start : start + count]), f"{num_in=} {num_out=} {start=} {count=}"
 
 
+@pytest.mark.parametrize("backend", [FP16, BF16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize(("num_in", "num_out"), [(576, 960), (1536, 576), (48, 40), (7, 13), (1, 1), (2048, 2048)])
+def test_half_linear(backend: Backend, num_in: int, num_out: int) -> None:
+    if half.missing_for_half() or (backend is BF16 and not half.has_bf16_products()):
+        pytest.skip("this CPU or torch has no such product")
+    weight, x = rand(num_out, num_in) * num_in**-0.5, rand(600, num_in, seed=1)
+    packed = pack_with(backend, weight, batch_invariant=True)
+    whole = linear(x, packed)
+    assert whole.dtype == torch.float32
+    assert (whole - x.double() @ weight.double().T).abs().max() < HALF_TOLERANCE[backend]
+    for count in (*range(1, 70), 127, 200, 256, 301):
+        start = 7 * count % (600 - count)
+        part = linear(x[start : start + count].clone(), packed)
+        assert torch.equal(part, whole[start : start + count]), f"{num_in=} {num_out=} {start=} {count=}"
+
+
+def test_weights_that_fp16_cannot_hold_stay_in_float32() -> None:
+    weight, x = torch.tensor([[1e6, 1.0]]), torch.tensor([[1.0, 2.0]])
+    assert linear(x, half.pack_fp16(weight, batch_invariant=True)).item() == 1e6 + 2.0
+
+
+def test_fast_says_what_it_is_and_falls_back_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert select_ops("cpu", batch_invariant=True).arithmetic == "float32"
+    monkeypatch.setattr(half, "has_bf16_products", lambda: False)
+    monkeypatch.setattr(half, "missing_for_half", lambda: "")
+    assert select_ops("cpu", batch_invariant=True, dtype="fast").arithmetic == "fast (fp16 weights)"
+    monkeypatch.setattr(half, "missing_for_half", lambda: "this CPU has no AVX2")
+    exact = select_ops("cpu", batch_invariant=True, dtype="fast")
+    assert exact.arithmetic == "float32, since this CPU has no AVX2" and exact.row_multiple == TILE_ROWS
+    weight, x = rand(8, 8), rand(3, 8, seed=1)
+    assert torch.equal(exact.linear(x, exact.pack_linear(weight)), linear(x, pack_linear(weight, batch_invariant=True)))
+
+
 def test_tiles_cover_the_rows() -> None:
     assert tile_heights(16, (256, 64, 16)) == [16]
+    assert tile_heights(600, (256, 1)) == [256, 256, 88]
     assert tile_heights(256 * 2 + 64 + 48, (256, 64, 16)) == [256, 256, 64, 16, 16, 16]
     assert proven_heights(64, 64, torch.get_num_threads())[-1] == TILE_ROWS
 
