@@ -46,9 +46,9 @@ def pack_fp16(weight: Tensor, *, batch_invariant: bool) -> LinearWeight:
     return pack_with(FP16, weight, batch_invariant=batch_invariant)
 
 
-def pack_bf16(weight: Tensor, *, batch_invariant: bool) -> LinearWeight:
-    """`weight` [F, C] in bfloat16."""
-    return pack_with(BF16, weight, batch_invariant=batch_invariant)
+def pack_bf16(weight: Tensor, *, batch_invariant: bool, keeps_bf16: bool = False) -> LinearWeight:
+    """`weight` [F, C] in bfloat16. Results are float32, or stay as they are computed (`keeps_bf16`)."""
+    return pack_with(BF16_THROUGHOUT if keeps_bf16 else BF16, weight, batch_invariant=batch_invariant)
 
 
 def _pack_fp16(weight: Tensor) -> Any:
@@ -64,10 +64,15 @@ def _pack_bf16(weight: Tensor) -> Any:
     return torch.ops.mkldnn._reorder_linear_weight(weight.to(torch.bfloat16).contiguous(), TILE_ROWS)
 
 
-def _multiply_bf16(x: Tensor, packed: Any) -> Tensor:
+def _multiply_bf16_throughout(x: Tensor, packed: Any) -> Tensor:
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x.to(torch.bfloat16), packed, None, "none", [], "")
-    return out.to(torch.float32)
+    return out
+
+
+def _multiply_bf16(x: Tensor, packed: Any) -> Tensor:
+    return _multiply_bf16_throughout(x, packed).to(torch.float32)
 
 
 FP16: Final = Backend(_pack_fp16, _multiply_fp16, takes_any_height=True)
 BF16: Final = Backend(_pack_bf16, _multiply_bf16, takes_any_height=True)
+BF16_THROUGHOUT: Final = Backend(_pack_bf16, _multiply_bf16_throughout, takes_any_height=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 from deepinfer_kernels import attention, half, reference
 from deepinfer_kernels.attention import Ints, PackedRows
 from deepinfer_kernels.linear import TILE_ROWS, LinearWeight, linear, pack_linear
+from deepinfer_kernels.native import CACHE_DTYPE, NativeOps, NotNative
 
 
 class UnknownAccelerator(ValueError):
@@ -35,7 +36,9 @@ class Ops:
     """`float32`, or in words what is faster."""
     device: torch.device
     dtype: torch.dtype
-    """Of activations and of what is cached."""
+    """Of what the layers add up: the embedding and the sums behind it."""
+    cache_dtype: torch.dtype
+    """Of cached keys and values; how they lie there is between `rotate_and_cache` and `paged_attention`."""
     is_batch_invariant: bool
     """A row's bits depend on its own sequence only."""
     row_multiple: int
@@ -85,6 +88,7 @@ def _cpu_ops(batch_invariant: bool) -> Ops:
         arithmetic="float32",
         device=torch.device("cpu"),
         dtype=torch.float32,
+        cache_dtype=torch.float32,
         is_batch_invariant=batch_invariant,
         row_multiple=TILE_ROWS,
         pack_linear=partial(pack_linear, batch_invariant=batch_invariant),
@@ -104,19 +108,46 @@ def _cpu_ops(batch_invariant: bool) -> Ops:
 
 
 def _fast_ops(exact: Ops) -> Ops:
-    """`exact` with weights of half the width. Logits are never rounded: they come from fp16 weights."""
+    """`exact` with weights of half the width, and compiled code between the products where there is a C compiler.
+
+    Logits are never rounded: they come from fp16 weights.
+    """
     reason = half.missing_for_half()
     if reason:
         return replace(exact, arithmetic=f"float32, since {reason}")
     has_bf16 = half.has_bf16_products()
     pack = half.pack_bf16 if has_bf16 else half.pack_fp16
-    return replace(
+    products = "bf16 products, fp16 head" if has_bf16 else "fp16 weights"
+    fast = replace(
         exact,
-        arithmetic="fast (bf16 products, fp16 head)" if has_bf16 else "fast (fp16 weights)",
+        arithmetic=f"fast ({products})",
         row_multiple=1,
         pack_linear=partial(pack, batch_invariant=exact.is_batch_invariant),
         pack_project=partial(half.pack_fp16, batch_invariant=exact.is_batch_invariant),
     )
+    try:
+        native = NativeOps(torch.bfloat16 if has_bf16 else torch.float32)
+    except NotNative as missing:
+        return replace(fast, arithmetic=f"fast ({products}; not native: {missing})")
+    if has_bf16:
+        keep = partial(half.pack_bf16, batch_invariant=exact.is_batch_invariant, keeps_bf16=True)
+        fast = replace(fast, pack_linear=keep)
+    return replace(
+        fast,
+        arithmetic=f"fast ({products}, native)",
+        cache_dtype=CACHE_DTYPE,
+        project=_project_from_half,
+        rms_norm=native.rms_norm,
+        add_rms_norm=native.add_rms_norm,
+        rotate_and_cache=native.rotate_and_cache,
+        silu_mul=native.silu_mul,
+        plan_attention=native.plan_attention,
+        paged_attention=native.paged_attention,
+    )
+
+
+def _project_from_half(x: Tensor, weight: LinearWeight) -> Tensor:
+    return linear(x.float(), weight)
 
 
 def _nvidia_ops(arithmetic: str, rank: int) -> Ops:
@@ -134,6 +165,7 @@ def _nvidia_ops(arithmetic: str, rank: int) -> Ops:
         arithmetic=arithmetic,
         device=device,
         dtype=dtype,
+        cache_dtype=dtype,
         is_batch_invariant=False,
         row_multiple=TILE_ROWS,
         pack_linear=partial(nvidia.pack_linear, dtype=dtype),

@@ -84,7 +84,7 @@ def test_fast_says_what_it_is_and_falls_back_with_a_reason(monkeypatch: pytest.M
     assert select_ops("cpu", batch_invariant=True).arithmetic == "float32"
     monkeypatch.setattr(half, "has_bf16_products", lambda: False)
     monkeypatch.setattr(half, "missing_for_half", lambda: "")
-    assert select_ops("cpu", batch_invariant=True, dtype="fast").arithmetic == "fast (fp16 weights)"
+    assert select_ops("cpu", batch_invariant=True, dtype="fast").arithmetic.startswith("fast (fp16 weights")
     monkeypatch.setattr(half, "missing_for_half", lambda: "this CPU has no AVX2")
     exact = select_ops("cpu", batch_invariant=True, dtype="fast")
     assert exact.arithmetic == "float32, since this CPU has no AVX2" and exact.row_multiple == TILE_ROWS

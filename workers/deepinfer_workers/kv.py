@@ -5,10 +5,12 @@ Legend: `N` layers, `K` kv heads, `D` head dim, `P` positions a block.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
+
+TILE: Final = 16
 
 
 class CacheShape(NamedTuple):
@@ -30,7 +32,8 @@ class PagedKVCache:
     def __init__(self, shape: CacheShape, num_blocks: int, block_size: int, device: torch.device) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        num_positions = (num_blocks + 1) * block_size
+        # Rounded up: a backend may keep keys in tiles of so many positions.
+        num_positions = -(-(num_blocks + 1) * block_size // TILE) * TILE
         # Heads outermost, so that a gather of keys comes out as the batch of matrices that attention multiplies.
         self._store = torch.zeros(
             shape.num_layers, 2, shape.num_kv_heads, num_positions, shape.head_dim, dtype=shape.dtype, device=device

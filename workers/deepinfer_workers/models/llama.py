@@ -62,7 +62,7 @@ class Llama:
     @property
     def cache_shape(self) -> CacheShape:
         config = self.config
-        return CacheShape(config.num_layers, config.num_kv_heads, config.head_dim, self._ops.dtype)
+        return CacheShape(config.num_layers, config.num_kv_heads, config.head_dim, self._ops.cache_dtype)
 
     @property
     def vocab_size(self) -> int:
