@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,7 @@ import torch
 from deepinfer_protocol import MaskBatch, ProtocolError, RowFlag, SlotSampling, pack_int32, split_columns, unpack_int32
 from deepinfer_workers.model_runner import ModelRunner
 from deepinfer_workers.runner import StepOutput, WorkerFault
+from deepinfer_workers.sampler import ROWS_AT_ONCE
 from doubles.driver import DEFAULTS, Driver, Row, admit, plan
 from doubles.tiny_llama import TinyLlama
 
@@ -65,13 +67,26 @@ def prompt_entries(output: StepOutput, num_best: int) -> list[tuple[bytes, bytes
     return list(zip(*split, strict=True))
 
 
-def test_prompt_logprobs_are_those_of_the_definition(driver: Driver) -> None:
+def _counted(logits: Callable[[torch.Tensor], torch.Tensor], num_rows: list[int]) -> Callable[..., torch.Tensor]:
+    """`logits`, which also notes how many rows it is asked for."""
+
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
+        num_rows.append(len(hidden))
+        return logits(hidden)
+
+    return counted
+
+
+def test_prompt_logprobs_are_those_of_the_definition(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = random_tokens(90, seed=11)
+    num_rows: list[int] = []
+    monkeypatch.setattr(driver.runner._model, "logits", _counted(driver.runner._model.logits, num_rows))
     logits = TINY.logits(tokens)
     expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     driver.admit(0, tokens, SlotSampling(num_prompt=90, num_prompt_logprobs=3))
     entries = prompt_entries(driver.step(Row(0, 90)), 3)
     assert len(entries) == 89
+    assert max(num_rows) <= ROWS_AT_ONCE  # the logits of a long prompt are not there all at once
     for place, (ids, values, rank) in enumerate(entries):
         best = np.argsort(-expected[place], kind="stable")
         assert list(unpack_int32(ids)) == [tokens[place + 1], *best[:3]]

@@ -25,7 +25,7 @@ from deepinfer_workers.models.llama import Llama, Positions
 from deepinfer_workers.models.registry import load_model, open_checkpoint
 from deepinfer_workers.queue_clock import QueueClock, Timing
 from deepinfer_workers.runner import DoneStep, PendingStep, StepOutput, StepTimes, WorkerFault
-from deepinfer_workers.sampler import unpack_masks
+from deepinfer_workers.sampler import ROWS_AT_ONCE, unpack_masks
 from deepinfer_workers.sampling_state import Logprobs, PromptPositions, SamplingState
 from deepinfer_workers.slots import SlotState
 from deepinfer_workers.step_results import StepResults
@@ -139,8 +139,9 @@ class ModelRunner:
         return self._run_layers(positions, batch.counts)
 
     def _prompt_logprobs(self, hidden: Tensor, wanted: PromptPositions) -> Logprobs:
-        index = to_device(wanted.packed, hidden.device)
-        return self._sampling.prompt_logprobs(self._model.logits(hidden.index_select(0, index)), wanted)
+        parts = to_device(wanted.packed, hidden.device).split(ROWS_AT_ONCE)
+        logits = (self._model.logits(hidden.index_select(0, part)) for part in parts)  # a long prompt has many
+        return self._sampling.prompt_logprobs(logits, wanted)
 
     def _run_layers(self, positions: Tensor, counts: Ints) -> Tensor:
         """Hidden states [T, C] of `positions` [2, T], which are slots and offsets; `counts` [S] are the rows' sizes."""
