@@ -178,9 +178,7 @@ class SamplingState:
 
     # ---- tokens
 
-    def sample(
-        self, logits: Tensor, slots: Ints, positions: Tensor, allowed: Tensor | None, num_known: Ints
-    ) -> Tensor:
+    def sample(self, logits: Tensor, slots: Ints, positions: Tensor, allowed: Tensor | None, num_known: Ints) -> Tensor:
         """A token for each row of `logits` [R, V] of the slot `slots` [R], to be stored at `positions` [R]: [R] int64.
 
         `allowed` [R, V] bool masks tokens out. `num_known` [R] are bounds, known on the host, of `positions`: penalties
@@ -256,9 +254,7 @@ class SamplingState:
             shaped = sampler.or_else(shaped, masked)
         return shaped if len(rows) == len(slots) else logits.float().index_copy(0, index, shaped)
 
-    def _shape_some(
-        self, logits: Tensor, slots: Ints, features: Ints, positions: Tensor, num_known: Ints
-    ) -> Tensor:
+    def _shape_some(self, logits: Tensor, slots: Ints, features: Ints, positions: Tensor, num_known: Ints) -> Tensor:
         logits = logits.clone()
         self._restrict(logits, slots, np.flatnonzero(features & Feature.ALLOWED))
         self._add_bias(logits, slots, np.flatnonzero(features & Feature.BIAS))
@@ -335,9 +331,7 @@ class SamplingState:
         if not wanted.size:
             return None
         [index] = _upload([wanted], logits.device)
-        parts = [
-            (logits.index_select(0, rows), tokens.index_select(0, rows)) for rows in index.split(ROWS_AT_ONCE)
-        ]
+        parts = [(logits.index_select(0, rows), tokens.index_select(0, rows)) for rows in index.split(ROWS_AT_ONCE)]
         return _logprobs(parts, counts[wanted].tolist())
 
     def prompt_positions(self, slots: Ints, starts: Ints, counts: Ints) -> PromptPositions | None:
