@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepinfer_kernels import Ops, reference, select_ops
+from deepinfer_kernels import Ops, PackedRows, reference, select_ops
 from doubles.paged import Paged, rand
 
 pytestmark = pytest.mark.gpu
@@ -93,6 +93,27 @@ def test_paged_attention(ops: Ops, num_kv: int, group: int, dim: int, block_size
     for rows, starts, counts in steps:
         for part, row, start, count in zip(paged.attend(rows, starts, counts), rows, starts, counts, strict=True):
             near(ops, part, paged.expected(row)[start : start + count])
+
+
+def write_and_attend(ops: Ops, num_positions: int) -> Tensor:
+    """Four positions of three kv heads, through a cache with room for `num_positions`."""
+    heads, (cos, sin) = rand(4, 9, 64).to(ops.device, ops.dtype), rand(2, 4, 32, seed=1).to(ops.device)
+    keys, values = torch.zeros(2, 3, num_positions, 64, dtype=ops.dtype, device=ops.device)
+    at = torch.arange(32, 36, device=ops.device)
+    queries = ops.rotate_and_cache(heads, cos, sin, keys, values, at)
+    slots, table = torch.zeros_like(at), torch.tensor([[2]], dtype=torch.int32, device=ops.device)
+    rows = PackedRows(np.array([4]), slots, at - 32, table)
+    plan = ops.plan_attention(rows, block_size=16, group_size=1, num_kv=3)
+    return ops.paged_attention(queries, keys, values, plan)
+
+
+def test_a_cache_of_more_elements_than_32_bits_count_is_addressed(ops: Ops) -> None:
+    if is_interpreted() or torch.cuda.mem_get_info()[0] < 32 << 30:
+        pytest.skip("needs 32 GiB of GPU memory")
+    try:
+        assert torch.equal(write_and_attend(ops, (1 << 24) + 16), write_and_attend(ops, 64))
+    finally:
+        torch.cuda.empty_cache()
 
 
 def test_a_step_is_flat_when_its_launches_depend_on_its_size_alone() -> None:
