@@ -4,7 +4,8 @@
 
 Every point is so many streams of one prompt length, decoding greedily; the figures are of the span in which all of them
 decode: from the first token of the last one to the end of the first one. `llama-8b` is the shape of Llama 3.1 8B with
-random weights. `--golden` compares SmolLM2 in float32 with what the CPU says, and graphs with no graphs.
+random weights. First SmolLM2 in float32 is compared with what the CPU says, and graphs with no graphs, unless
+`--no-golden` is given.
 """
 
 from __future__ import annotations

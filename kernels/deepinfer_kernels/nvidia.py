@@ -28,6 +28,8 @@ FLAT_STEP: Final = 64
 MIN_LANES: Final = 16  # the fewest rows of a tensor core product
 TILE_LANES: Final = 64
 KEYS: Final = 64
+STAGES: Final = {torch.bfloat16: 3, torch.float32: 1}
+"""Tiles of keys on their way at once: of float32 more than one does not fit into every GPU's shared memory."""
 MAX_SPLITS: Final = 16
 WANTED_PROGRAMS: Final = 264  # two for each of 132 multiprocessors
 HEADS_AT_ONCE: Final = 8
@@ -164,7 +166,7 @@ def _attend(
         dim**-0.5 * log2(e), keys.stride(0), rows.tables.stride(0), num_heads,
         BLOCK_SIZE=plan.block_size, GROUP=plan.group_size, GROUP_BLOCK=group_block, WIDTH=launch.width,
         DIM=dim, DIM_BLOCK=max(MIN_LANES, triton.next_power_of_2(dim)), KEYS=KEYS, SPLITS=splits,
-        PRECISION="ieee", num_warps=4,
+        PRECISION="ieee", num_warps=4, num_stages=STAGES[queries.dtype],
     )  # fmt: skip
     if splits > 1:
         device.combine_kernel[(num_tiles, num_heads)](

@@ -155,10 +155,16 @@ def _nvidia_ops(arithmetic: str, rank: int) -> Ops:
         raise UnknownAccelerator(f"accelerator 'nvidia': this torch ({torch.__version__}) sees no CUDA device")
     if rank >= torch.cuda.device_count():
         raise UnknownAccelerator(f"accelerator 'nvidia': rank {rank}, but {torch.cuda.device_count()} devices are seen")
-    from deepinfer_kernels import nvidia  # needs triton, which comes with CUDA builds of torch
-
+    try:
+        from deepinfer_kernels import nvidia
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise UnknownAccelerator("accelerator 'nvidia' needs triton, which comes with torch's CUDA builds") from None
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
+    # Sums of split products stay in float32. Of the whole process, which is a worker's own.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     dtype = torch.bfloat16 if arithmetic == "bfloat16" else torch.float32
     return Ops(
         accelerator="nvidia",

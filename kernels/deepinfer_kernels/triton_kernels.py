@@ -1,6 +1,8 @@
 """Device code in Triton. Launched by `nvidia`, which says what the arguments are.
 
-Reductions run in float32. A row's result depends on its own sequence and on the launch's constants only.
+Reductions run in float32. A row's result depends on its own sequence and on the launch's constants only. No integer
+argument changes from step to step, and pointers whose alignment does are not compiled for it: whatever serving launches
+has been compiled before.
 """
 
 from __future__ import annotations
@@ -73,16 +75,17 @@ def rotate_and_cache_kernel(
 
     index = tl.load(indices + row)
     is_key = is_in & (head >= num_heads) & is_turned
-    target = keys + (head - num_heads) * kv_stride + index * 2 * HALF + at
+    # In 64 bits: a cache may have more elements than 32 bits count.
+    target = keys + (head - num_heads).to(tl.int64) * kv_stride + index * 2 * HALF + at
     tl.store(target, low, mask=is_key)
     tl.store(target + HALF, high, mask=is_key)
     is_value = is_in & (head >= num_heads + num_kv)
-    target = values + (head - num_heads - num_kv) * kv_stride + index * 2 * HALF + at
+    target = values + (head - num_heads - num_kv).to(tl.int64) * kv_stride + index * 2 * HALF + at
     tl.store(target, low, mask=is_value)
     tl.store(target + HALF, high, mask=is_value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["peaks", "totals", "firsts", "sizes"])
 def attend_kernel(
     queries, keys, values, out, peaks, totals, firsts, sizes, slots, positions, tables,
     scale, kv_stride, table_stride, num_heads,
@@ -118,8 +121,8 @@ def attend_kernel(
     peak = tl.full([WIDTH * GROUP_BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([WIDTH * GROUP_BLOCK], tl.float32)
     acc = tl.zeros([WIDTH * GROUP_BLOCK, DIM_BLOCK], tl.float32)
-    head_keys = keys + kv_head * kv_stride
-    head_values = values + kv_head * kv_stride
+    head_keys = keys + kv_head.to(tl.int64) * kv_stride  # a cache may have more elements than 32 bits count
+    head_values = values + kv_head.to(tl.int64) * kv_stride
     for begin in range(low, high, KEYS):
         key = begin + tl.arange(0, KEYS)
         is_key = key < high
@@ -149,7 +152,7 @@ def attend_kernel(
         tl.store(totals + places, total, mask=is_real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["peaks", "totals", "firsts"])
 def combine_kernel(
     parts, peaks, totals, firsts, out, num_heads,
     DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, SPLITS: tl.constexpr, SPLITS_BLOCK: tl.constexpr,

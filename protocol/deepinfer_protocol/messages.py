@@ -42,7 +42,6 @@ Rank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
 NumRanks = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
 Slot = Annotated[int, Meta(ge=0, lt=MAX_SLOTS)]
 Length = Annotated[int, Meta(ge=0, le=MAX_LENGTH)]
-NumRows = Annotated[int, Meta(ge=0, le=MAX_ROWS)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARACTERS)]
 ShortText = Annotated[str, Meta(max_length=256)]
 

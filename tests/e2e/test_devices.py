@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deepinfer import Engine, SamplingParams
+from deepinfer import Completion, Engine, SamplingParams
 from deepinfer.errors import InvalidRequest
 from doubles.smollm2 import model_path
 from doubles.tiny_llama import TinyLlama
@@ -17,9 +17,11 @@ from doubles.tiny_llama import TinyLlama
 TINY = TinyLlama(num_layers=2, hidden=64, num_heads=4, num_kv_heads=2, head_dim=16, vocab=499, max_len=256)
 DEVICES = ["cpu", pytest.param("nvidia", marks=pytest.mark.gpu)]
 PROMPTS = [[(7 * index + position * position) % TINY.vocab for position in range(1 + 11 * index)] for index in range(8)]
+FEW_BLOCKS: dict[str, Any] = {"num_blocks": 26, "prefill_chunk": 5}
+"""Some give way to others."""
 SCHEDULES: list[dict[str, Any]] = [
     {"overlap": False},
-    {"num_blocks": 26, "prefill_chunk": 5},  # some give way to others
+    FEW_BLOCKS,
     {"max_num_seqs": 3},
     {"cuda_graphs": False},
 ]
@@ -38,12 +40,16 @@ def params(index: int) -> SamplingParams:
     return SamplingParams(max_tokens=20, temperature=0, logprobs=2, detokenize=False)
 
 
-async def tokens(folder: str, **settings: Any) -> list[list[int]]:
+async def completions(folder: str, **settings: Any) -> list[Completion]:
     async with Engine(folder, load_format="dummy", **{"dtype": "float32"} | settings) as engine:
         works = [engine.generate(prompt, params(index)) for index, prompt in enumerate(PROMPTS)]
-        found = [completion.token_ids for completion in await asyncio.gather(*works)]
+        found = await asyncio.gather(*works)
         engine.check_integrity()
         return found
+
+
+async def tokens(folder: str, **settings: Any) -> list[list[int]]:
+    return [completion.token_ids for completion in await completions(folder, **settings)]
 
 
 @pytest.mark.parametrize("accelerator", DEVICES)
@@ -52,7 +58,10 @@ async def test_every_schedule_gives_the_same_tokens(folder: str, accelerator: st
     assert all(len(row) == 20 for row in expected)
     assert await tokens(folder, accelerator=accelerator) == expected
     for schedule in SCHEDULES if accelerator == "nvidia" else SCHEDULES[:2]:
-        assert await tokens(folder, accelerator=accelerator, **schedule) == expected, schedule
+        found = await completions(folder, accelerator=accelerator, **schedule)
+        assert [completion.token_ids for completion in found] == expected, schedule
+        if schedule is FEW_BLOCKS:
+            assert any(completion.num_preemptions for completion in found)
 
 
 @pytest.mark.gpu

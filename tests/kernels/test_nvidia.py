@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepinfer_kernels import Ops, reference, select_ops
+from deepinfer_kernels import Ops, PackedRows, reference, select_ops
 from doubles.paged import Paged, rand
 
 pytestmark = pytest.mark.gpu
@@ -20,10 +20,14 @@ DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
+def is_interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
 @pytest.fixture(params=DTYPES, ids=str)
 def ops(request: pytest.FixtureRequest) -> Ops:
     name = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[request.param]
-    if os.environ.get("TRITON_INTERPRET") != "1":
+    if not is_interpreted():
         return select_ops("nvidia", batch_invariant=False, dtype=name)
     from deepinfer_kernels import nvidia
 
@@ -76,6 +80,8 @@ def test_rotate_and_cache(ops: Ops, num_heads: int, num_kv: int, dim: int) -> No
 )
 def test_paged_attention(ops: Ops, num_kv: int, group: int, dim: int, block_size: int) -> None:
     """Prompts in tiles, single positions in one part and in many, both in one step, several rows of a slot."""
+    if is_interpreted() and ops.dtype == torch.bfloat16:
+        pytest.skip("the interpreter has no products of bfloat16")
     paged = Paged(ops, [200, 1, 64, 65, 130], num_kv, group, dim, block_size)
     steps: list[tuple[list[int], list[int], list[int]]] = [
         ([0, 1, 2, 3, 4], [0] * 5, [200, 1, 64, 65, 130]),
@@ -87,6 +93,27 @@ def test_paged_attention(ops: Ops, num_kv: int, group: int, dim: int, block_size
     for rows, starts, counts in steps:
         for part, row, start, count in zip(paged.attend(rows, starts, counts), rows, starts, counts, strict=True):
             near(ops, part, paged.expected(row)[start : start + count])
+
+
+def write_and_attend(ops: Ops, num_positions: int) -> Tensor:
+    """Four positions of three kv heads, through a cache with room for `num_positions`."""
+    heads, (cos, sin) = rand(4, 9, 64).to(ops.device, ops.dtype), rand(2, 4, 32, seed=1).to(ops.device)
+    keys, values = torch.zeros(2, 3, num_positions, 64, dtype=ops.dtype, device=ops.device)
+    at = torch.arange(32, 36, device=ops.device)
+    queries = ops.rotate_and_cache(heads, cos, sin, keys, values, at)
+    slots, table = torch.zeros_like(at), torch.tensor([[2]], dtype=torch.int32, device=ops.device)
+    rows = PackedRows(np.array([4]), slots, at - 32, table)
+    plan = ops.plan_attention(rows, block_size=16, group_size=1, num_kv=3)
+    return ops.paged_attention(queries, keys, values, plan)
+
+
+def test_a_cache_of_more_elements_than_32_bits_count_is_addressed(ops: Ops) -> None:
+    if is_interpreted() or torch.cuda.mem_get_info()[0] < 32 << 30:
+        pytest.skip("needs 32 GiB of GPU memory")
+    try:
+        assert torch.equal(write_and_attend(ops, (1 << 24) + 16), write_and_attend(ops, 64))
+    finally:
+        torch.cuda.empty_cache()
 
 
 def test_a_step_is_flat_when_its_launches_depend_on_its_size_alone() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import Tensor
 
+import deepinfer_kernels
 from deepinfer_kernels import Ops, UnknownAccelerator, half, select_ops
 from deepinfer_kernels.half import BF16, FP16
 from deepinfer_kernels.linear import (
@@ -44,6 +47,16 @@ def test_an_unknown_dtype_is_refused_by_name() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_a_missing_device_is_refused() -> None:
     with pytest.raises(UnknownAccelerator, match="CUDA"):
+        select_ops("nvidia", batch_invariant=True)
+
+
+def test_a_missing_triton_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "deepinfer_kernels.nvidia", raising=False)
+    monkeypatch.delattr(deepinfer_kernels, "nvidia", raising=False)
+    with pytest.raises(UnknownAccelerator, match="'nvidia' needs triton"):
         select_ops("nvidia", batch_invariant=True)
 
 

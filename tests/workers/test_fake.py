@@ -269,3 +269,8 @@ def test_a_slot_that_is_taken_is_not_admitted_again() -> None:
     started(device)
     with pytest.raises(ProtocolError, match="slot 0 is admitted twice"):
         device.step(admits=[admit(0, [1], generation=2)])
+
+
+def test_a_row_that_is_sampled_before_its_last_known_token_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="slot 0 is sampled at 5 of 6 tokens"):
+        Device().step((0, 1, 5, SAMPLE), admits=[admit(0, PROMPT)], appends=blocks_for(0, 0, 6))

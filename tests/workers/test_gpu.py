@@ -156,6 +156,13 @@ def test_steps_that_are_queued_ahead_give_the_same_tokens(folder: Path) -> None:
     assert [unpack_int32(output.tokens)[0] for output in outputs] == expected
 
 
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_a_context_shorter_than_a_tile_is_served(folder: Path, block_size: int) -> None:
+    changes = {"max_model_len": 20, "block_size": block_size}
+    expected = Driver(folder, **changes).generate(0, PROMPTS[0], 12)
+    assert gpu(folder, **changes).generate(0, PROMPTS[0], 12) == expected
+
+
 def test_random_weights_need_no_file(tmp_path: Path) -> None:
     TINY.write(tmp_path)
     (tmp_path / "model.safetensors").unlink()

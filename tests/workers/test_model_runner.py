@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import numpy as np
@@ -11,8 +14,11 @@ import pytest
 import torch
 
 from deepinfer_protocol import MaskBatch, ProtocolError, RowFlag, SlotSampling, pack_int32, split_columns, unpack_int32
+from deepinfer_workers import capacity
 from deepinfer_workers.model_runner import ModelRunner
 from deepinfer_workers.runner import StepOutput, WorkerFault
+from deepinfer_workers.sampler import ROWS_AT_ONCE
+from deepinfer_workers.slots import slot_bytes
 from doubles.driver import DEFAULTS, Driver, Row, admit, plan
 from doubles.tiny_llama import TinyLlama
 
@@ -65,13 +71,26 @@ def prompt_entries(output: StepOutput, num_best: int) -> list[tuple[bytes, bytes
     return list(zip(*split, strict=True))
 
 
-def test_prompt_logprobs_are_those_of_the_definition(driver: Driver) -> None:
+def _counted(logits: Callable[[torch.Tensor], torch.Tensor], num_rows: list[int]) -> Callable[..., torch.Tensor]:
+    """`logits`, which also notes how many rows it is asked for."""
+
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
+        num_rows.append(len(hidden))
+        return logits(hidden)
+
+    return counted
+
+
+def test_prompt_logprobs_are_those_of_the_definition(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = random_tokens(90, seed=11)
+    num_rows: list[int] = []
+    monkeypatch.setattr(driver.runner._model, "logits", _counted(driver.runner._model.logits, num_rows))
     logits = TINY.logits(tokens)
     expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     driver.admit(0, tokens, SlotSampling(num_prompt=90, num_prompt_logprobs=3))
     entries = prompt_entries(driver.step(Row(0, 90)), 3)
     assert len(entries) == 89
+    assert max(num_rows) <= ROWS_AT_ONCE  # the logits of a long prompt are not there all at once
     for place, (ids, values, rank) in enumerate(entries):
         best = np.argsort(-expected[place], kind="stable")
         assert list(unpack_int32(ids)) == [tokens[place + 1], *best[:3]]
@@ -240,6 +259,7 @@ def test_an_empty_plan_is_legal(driver: Driver) -> None:
         (plan([(3, 1, 1, 1)]), "generation"),
         (plan([(16, 1, 1, 1)]), "slot 16"),
         (plan([(0, 1, 9, 1)]), "known tokens"),
+        (plan([(0, 1, 7, 1)]), "sampled before its last known token; known tokens: 8"),
         (plan([(0, 1, 1, 2)]), "mask"),
         (plan([(0, 1, 4096, 1)]), "positions"),
         (plan([(1, 1, 5, 1)]), "blocks"),
@@ -271,6 +291,63 @@ def test_a_wrong_mask_is_refused(driver: Driver, slots: list[int], bits: bytes, 
     masks = MaskBatch(epoch=1, step_id=1, rank=0, slots=pack_int32(slots), bits=bits)
     with pytest.raises(ProtocolError, match=words):
         driver.step(Row(0, 3, int(RowFlag.SAMPLE | RowFlag.WAITS_FOR_MASK)), masks=masks)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        MemoryError("a big one"),
+    ],
+)
+def test_a_step_that_runs_out_of_memory_is_a_fault(
+    driver: Driver, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver.runner._model, "forward", _raiser(error))
+    driver.admit(0, [1, 2, 3])
+    with pytest.raises(WorkerFault, match=re.escape(str(error))) as caught:
+        driver.step(Row(0, 3))
+    assert caught.value.code == "out_of_memory"
+
+
+def test_another_error_of_a_step_stays_what_it_is(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver.runner._model, "forward", _raiser(RuntimeError("sizes do not match")))
+    driver.admit(0, [1, 2, 3])
+    with pytest.raises(RuntimeError, match="sizes do not match"):
+        driver.step(Row(0, 3))
+
+
+def _raiser(error: Exception) -> Callable[..., NoReturn]:
+    def raise_it(*arguments: object) -> NoReturn:
+        raise error
+
+    return raise_it
+
+
+def test_memory_without_room_for_a_block_is_a_fault(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slots come first; what is left must hold a block."""
+    config = msgspec.structs.replace(DEFAULTS, model=str(folder), num_blocks=0)
+    num_slots_bytes = config.num_slots * slot_bytes(TINY.max_len, config.block_size)
+    block_bytes = Driver(folder).ready.block_bytes
+    monkeypatch.setattr(capacity, "DEFAULT_KV_BYTES", num_slots_bytes + block_bytes)
+    assert ModelRunner(config).load(lambda done, total: None).num_blocks == 1
+    monkeypatch.setattr(capacity, "DEFAULT_KV_BYTES", num_slots_bytes + block_bytes - 1)
+    with pytest.raises(WorkerFault, match=f"no block of {block_bytes} bytes") as caught:
+        ModelRunner(config).load(lambda done, total: None)
+    assert caught.value.code == "out_of_memory"
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 48, 256])
+def test_short_sequences_have_block_tables_that_a_warm_up_stays_within(folder: Path, block_size: int) -> None:
+    driver = Driver(folder, max_model_len=20, block_size=block_size, num_blocks=64)
+    assert driver.runner._slots.tables.shape[1] * block_size >= 64  # the widest tile of the GPU's attention
+    assert (
+        driver.ready.slot_bytes
+        == sum(state[0].nbytes for state in (driver.runner._slots.tokens, driver.runner._slots.tables))
+        + driver.runner._slots.lengths.itemsize
+    )
 
 
 def test_ready_tells_what_fits(folder: Path) -> None:

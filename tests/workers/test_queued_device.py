@@ -41,6 +41,8 @@ class QueuedRunner:
 
     def __init__(self) -> None:
         self.launched: SimpleQueue[HeldStep] = SimpleQueue()
+        self.error: Exception | None = None
+        """What the next launch raises."""
         self._fake = FakeRunner(worker_config())
 
     def load(self, report: Callable[[int, int], None]) -> Ready:
@@ -50,6 +52,8 @@ class QueuedRunner:
         return plan
 
     def launch(self, batch: StepPlan, wait_for_masks: Callable[[], MaskBatch]) -> HeldStep:
+        if self.error is not None:
+            raise self.error
         step = HeldStep(batch.step_id)
         self.launched.put(step)
         return step
@@ -147,3 +151,14 @@ def test_an_error_of_the_device_ends_the_worker(shell: Shell) -> None:
     shell.thread.join(PATIENCE_MS / 1000)
     assert not shell.thread.is_alive()
     assert "fell off" in str(shell.error)
+
+
+def test_an_error_of_a_launch_ends_the_worker_while_the_step_before_runs(shell: Shell) -> None:
+    shell.send(1)
+    running = shell.launched()
+    shell.runner.error = RuntimeError("no such kernel")
+    shell.send(2)
+    shell.thread.join(PATIENCE_MS / 1000)
+    assert not shell.thread.is_alive()
+    assert "no such kernel" in str(shell.error)
+    running.finish.put(None)  # its result is for nobody, and disturbs nobody

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from deepinfer_protocol import LogitShaping, ProtocolError, SlotSampling, pack_float32, pack_int32
 from deepinfer_workers.batch import Admission
-from deepinfer_workers.sampler import best_logprobs
+from deepinfer_workers.sampler import ROWS_AT_ONCE, best_logprobs
 from deepinfer_workers.sampling_state import SamplingState
 from doubles.sampling import Floats, OneRow, sample, state_of, token_by_definition
 
@@ -221,7 +222,7 @@ def test_a_sequence_goes_on_alike_after_a_preemption(seed: int) -> None:
         tokens.append(int(token.item()))
 
 
-def test_bounds_of_a_history_may_be_loose_or_missing() -> None:
+def test_bounds_of_a_history_may_be_loose() -> None:
     rows = [shaped([0, 0, 5], 1, frequency_penalty=1.5), shaped([1] * 9, 0, repetition_penalty=9.0)]
     logits = plain_logits(4.0, 3.0, 2.0).expand(2, -1)
     state, positions = state_of(rows, VOCAB)
@@ -229,7 +230,36 @@ def test_bounds_of_a_history_may_be_loose_or_missing() -> None:
     exact = state.sample(logits, at, torch.from_numpy(positions), None, positions).tolist()
     assert exact == [1, 0]
     assert state.sample(logits, at, torch.from_numpy(positions), None, positions + 2).tolist() == exact
-    assert state.sample(logits, at, torch.from_numpy(positions)).tolist() == exact
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that an operation gave out."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        sizes = [part.numel() for part in tree_leaves(found) if isinstance(part, torch.Tensor)]
+        self.num_elements = max(self.num_elements, *sizes, 0)
+        return found
+
+
+def test_temporaries_do_not_grow_with_the_batch() -> None:
+    """However many rows are sampled, with log probabilities of each; and the tokens are those of each row alone."""
+    rng = random.Random(31)
+    rows = [random_row(rng) for _ in range(2 * ROWS_AT_ONCE + 9)]
+    rows = [one._replace(sampling=msgspec.structs.replace(one.sampling, num_logprobs=2)) for one in rows]
+    logits = torch.from_numpy(random_logits(np.random.default_rng(31), len(rows)))
+    alone = [sample(logits[i : i + 1], [rows[i]]).item() for i in range(len(rows))]
+    state, at = state_of(rows, VOCAB)
+    slots = np.arange(len(rows))
+    with Largest() as largest:  # type: ignore[no-untyped-call]
+        tokens = state.sample(logits, slots, torch.from_numpy(at), None, at)
+        logprobs = state.logprobs(logits, tokens, slots)
+    assert tokens.tolist() == alone
+    assert logprobs is not None
+    assert logprobs.ids.tolist() == best_logprobs(logits, tokens, 2).ids.tolist()
+    assert 0 < largest.num_elements <= ROWS_AT_ONCE * VOCAB
 
 
 def test_a_slot_forgets_its_last_owner() -> None:
@@ -238,7 +268,7 @@ def test_a_slot_forgets_its_last_owner() -> None:
     state.admit([Admission(0, 2, 0, NONE, NONE, SlotSampling(), NONE)])
     logits = plain_logits(4.0, 3.0, 2.0)
     at = np.array([0])
-    assert state.sample(logits, at, torch.from_numpy(positions)).item() == 0
+    assert state.sample(logits, at, torch.from_numpy(positions), None, positions).item() == 0
     assert state.logprobs(logits, torch.tensor([0]), at) is None
 
 

@@ -255,6 +255,7 @@ def now_us() -> int:
         (plan(1, epoch=EPOCH + 1), "a message for epoch 12, rank 0"),
         (plan(1, rank=1), "a message for epoch 11, rank 1"),
         (MaskBatch(EPOCH + 1, 1, 0, b"", b""), "a message for epoch 12, rank 0"),
+        (Shutdown(EPOCH + 1), "a message for epoch 12, rank 0"),
         (Hello("test", EPOCH, 0, 1), "a worker is not sent Hello"),
         (decode_step(1), "slot 0 does not hold generation 1"),
         (b"\xc1 garbage", "not a message of the worker wire"),
@@ -301,6 +302,16 @@ def test_shutdown_comes_after_the_steps_at_hand(worker: WorkerUnderTest) -> None
     assert [worker.result().step_id for _ in range(3)] == [1, 2, 3]
     assert worker.exit_code() == 0
     assert worker.words() == ""
+
+
+def test_shutdown_does_not_wait_for_masks_that_never_come(worker: WorkerUnderTest) -> None:
+    worker.send(prefill(1, WAITS))
+    worker.send(decode_step(2))
+    worker.send(Shutdown(EPOCH))
+    fault = worker.receive()
+    assert isinstance(fault, Fault)
+    assert (fault.code, fault.text) == ("protocol", "the end came while step 1 waits for masks")
+    assert worker.exit_code() == 1
 
 
 def test_it_ends_with_its_parents_end_of_the_pipe(worker: WorkerUnderTest) -> None:

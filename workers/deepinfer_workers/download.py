@@ -13,7 +13,9 @@ class Download:
 
     def __init__(self, tensors: Sequence[Tensor], computed: torch.cuda.Event, copy_stream: torch.cuda.Stream) -> None:
         """`tensors` hold what they shall from the event `computed` on."""
-        self._sources = tensors  # alive until the copy is done: the allocator knows nothing of the other stream
+        # Whoever else lets go of them: the allocator knows nothing of the other stream, and would give their memory to
+        # the next step while the copy still reads it.
+        self._sources = tensors
         self._done = torch.cuda.Event(blocking=True)
         with torch.cuda.stream(copy_stream):
             computed.wait()

@@ -172,6 +172,8 @@ class FakeRunner:
             num_tokens.append(1 if flags & RowFlag.SAMPLE else 0)
             if flags & RowFlag.SAMPLE:
                 state = self._slots[slot]
+                if state.length < len(state.tokens):
+                    raise ProtocolError(f"slot {slot} is sampled at {state.length} of {len(state.tokens)} tokens")
                 mask = masks[slot] if flags & RowFlag.WAITS_FOR_MASK else None
                 token = self._sample(state, prefix_hash, mask)
                 state.tokens.append(token)

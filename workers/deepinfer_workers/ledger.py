@@ -101,9 +101,13 @@ class SlotLedger:
         self._refuse(
             batch, self._generations[slots] != batch.generations, self._generations[slots], "generation of slot"
         )
-        self._refuse(batch, ends > self._num_known[slots], self._num_known[slots], "known tokens")
+        num_known = self._num_known[slots]
+        self._refuse(batch, ends > num_known, num_known, "known tokens")
         capacity = np.minimum(self._num_blocks[slots] * self._limits.block_size, self._limits.max_len)
         self._refuse(batch, ends > capacity, capacity, "positions in its blocks")
+        is_early = np.zeros(len(slots), np.bool_)
+        is_early[batch.sampled] = ends[batch.sampled] < num_known[batch.sampled]
+        self._refuse(batch, is_early, num_known, "sampled before its last known token; known tokens")
 
     def _refuse(self, batch: DeviceBatch, is_wrong: npt.NDArray[np.bool_], facts: Ints, what: str) -> None:
         if not is_wrong.any():

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 import torch
@@ -17,26 +16,20 @@ from torch import Tensor
 
 from deepinfer_kernels import Ops, PackedRows, UnknownAccelerator, select_ops
 from deepinfer_protocol import MaskBatch, ProtocolError, Ready, StepPlan, WorkerConfig, unpack_int32
-from deepinfer_workers.batch import DeviceBatch, Ints, Limits
-from deepinfer_workers.graphs import GraphLadder, ladder
+from deepinfer_workers.batch import DeviceBatch, Ints
+from deepinfer_workers.capacity import limits_of, memory_faults
+from deepinfer_workers.graphs import GraphLadder
 from deepinfer_workers.kv import PagedKVCache
 from deepinfer_workers.ledger import SlotLedger
-from deepinfer_workers.models.llama import Llama, Positions
+from deepinfer_workers.models.llama import Positions
 from deepinfer_workers.models.registry import load_model, open_checkpoint
 from deepinfer_workers.queue_clock import QueueClock, Timing
 from deepinfer_workers.runner import DoneStep, PendingStep, StepOutput, StepTimes, WorkerFault
-from deepinfer_workers.sampler import unpack_masks
+from deepinfer_workers.sampler import ROWS_AT_ONCE, unpack_masks
 from deepinfer_workers.sampling_state import Logprobs, PromptPositions, SamplingState
-from deepinfer_workers.slots import SlotState
+from deepinfer_workers.slots import SlotState, slot_bytes
 from deepinfer_workers.step_results import StepResults
 from deepinfer_workers.upload import Parcel, to_device
-
-DEFAULT_KV_BYTES: Final = 1 << 30
-"""On the CPU, whose memory is everybody's."""
-MIN_LADDER: Final = 64
-"""Short prompts go by graphs too, however few slots there are."""
-GPU_RESERVE: Final = 0.08
-"""Share of a GPU's memory that is left for activations and for others."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +55,8 @@ class ModelRunner:
 
     def load(self, report: Callable[[int, int], None]) -> Ready:
         """Weights, caches, slots, graphs. Raises `WorkerFault`."""
-        try:
+        with memory_faults(self._config):
             return self._load(report)
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            raise WorkerFault("out_of_memory", f"{Path(self._config.model).name}: {error}") from error
-        except RuntimeError as error:
-            if "allocate" not in str(error):
-                raise
-            raise WorkerFault("out_of_memory", f"{Path(self._config.model).name}: {error}") from error
 
     @property
     def is_queued(self) -> bool:
@@ -90,13 +77,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, built: BuiltStep, wait_for_masks: Callable[[], MaskBatch]) -> PendingStep:
-        """One step. Raises `ProtocolError` when masks contradict the plan."""
-        if self._clock is None:
-            return DoneStep(self._compute(built, wait_for_masks).to_output())
-        with self._clock.step() as timing:
-            results = self._compute(built, wait_for_masks)
-            timing.end()
-            return _QueuedStep(results.download(timing.ended, self._clock.copy_stream), timing)
+        """One step. Raises `ProtocolError` when masks contradict the plan, `WorkerFault` when memory runs out."""
+        with memory_faults(self._config):
+            if self._clock is None:
+                return DoneStep(self._compute(built, wait_for_masks).to_output())
+            with self._clock.step() as timing:
+                results = self._compute(built, wait_for_masks)
+                timing.end()
+                return _QueuedStep(results.download(timing.ended, self._clock.copy_stream), timing)
 
     def _compute(self, built: BuiltStep, wait_for_masks: Callable[[], MaskBatch]) -> StepResults:
         batch = built.batch
@@ -113,7 +101,7 @@ class ModelRunner:
         lengths = self._slots.lengths[row_slots]
         places = lengths if is_every else self._slots.lengths[sampled_slots]
         tokens = self._sample(built, logits, places, wait_for_masks)
-        self._slots.store(sampled_slots, tokens)
+        self._slots.write_tokens(sampled_slots, places, tokens)
         return StepResults(
             batch,
             lengths=lengths,
@@ -139,8 +127,9 @@ class ModelRunner:
         return self._run_layers(positions, batch.counts)
 
     def _prompt_logprobs(self, hidden: Tensor, wanted: PromptPositions) -> Logprobs:
-        index = to_device(wanted.packed, hidden.device)
-        return self._sampling.prompt_logprobs(self._model.logits(hidden.index_select(0, index)), wanted)
+        parts = to_device(wanted.packed, hidden.device).split(ROWS_AT_ONCE)
+        logits = (self._model.logits(hidden.index_select(0, part)) for part in parts)  # a long prompt has many
+        return self._sampling.prompt_logprobs(logits, wanted)
 
     def _run_layers(self, positions: Tensor, counts: Ints) -> Tensor:
         """Hidden states [T, C] of `positions` [2, T], which are slots and offsets; `counts` [S] are the rows' sizes."""
@@ -157,7 +146,11 @@ class ModelRunner:
         return hidden
 
     def _prepare_gpu(self) -> None:
-        """Compile what steps will launch, and capture the small ones: none of it shall happen while somebody waits."""
+        """Compile our own kernels for what steps will launch, and capture the small steps, before somebody waits.
+
+        The first steps still pay for what torch and its libraries load at a first use: products of other sizes, and
+        the kernels of the ways of sampling.
+        """
         null_slot, device = self._config.num_slots, self._ops.device
         for counts in self._ops.typical_steps(self._model.num_kv_heads):
             positions = torch.zeros(2, int(counts.sum()), dtype=torch.int64, device=device)
@@ -202,7 +195,8 @@ class ModelRunner:
         is_empty = ~allowed.any(-1)
         if is_empty.any():
             raise ProtocolError(f"the mask of slot {came[int(is_empty.argmax())]} allows no token")
-        return to_device(allowed[[came.index(slot) for slot in slots.tolist()]], self._ops.device)
+        place_of = {slot: place for place, slot in enumerate(came)}
+        return to_device(allowed[[place_of[slot] for slot in slots.tolist()]], self._ops.device)
 
     def _load(self, report: Callable[[int, int], None]) -> Ready:
         config = self._config
@@ -218,7 +212,7 @@ class ModelRunner:
         self._ops = ops
         with torch.inference_mode():
             self._model = load_model(checkpoint, ops, config.max_model_len, report)
-            self._limits = _limits(config, self._model, ops)
+            self._limits = limits_of(config, self._model, ops)
             self._cache = PagedKVCache(self._model.cache_shape, self._limits.num_blocks, config.block_size, ops.device)
             self._slots = SlotState(self._limits, ops.device)
             self._ledger = SlotLedger(self._limits)
@@ -234,7 +228,7 @@ class ModelRunner:
             num_blocks=self._limits.num_blocks,
             block_size=config.block_size,
             block_bytes=self._model.cache_shape.position_bytes * config.block_size,
-            slot_bytes=self._slots.slot_bytes,
+            slot_bytes=slot_bytes(self._limits.max_len, config.block_size),
             replay_tokens=0,
             weights_version=checkpoint.version,
             device=_describe(ops, self._graphs),
@@ -260,37 +254,6 @@ def _inputs(batch: DeviceBatch, null_slot: int) -> list[Ints]:
     positions[1, :num_real] = batch.offset_of
     last = np.cumsum(batch.counts)[batch.sampled] - 1
     return [positions, batch.slots, batch.slots[batch.sampled], last]
-
-
-def _limits(config: WorkerConfig, model: Llama, ops: Ops) -> Limits:
-    block_bytes = model.cache_shape.position_bytes * config.block_size
-    num_blocks = config.num_blocks or config.kv_cache_bytes // block_bytes
-    if not num_blocks and config.kv_cache_bytes:
-        text = f"kv_cache_bytes {config.kv_cache_bytes} holds no block of {block_bytes} bytes"
-        raise WorkerFault("out_of_memory", text)
-    if not num_blocks:
-        most_useful = config.num_slots * -(-model.max_len // config.block_size)
-        num_blocks = max(1, min(most_useful, _spare_bytes(ops) // block_bytes))
-    # Without graphs sizes are the same: so are the kernels, and so are the bits.
-    most = min(max(config.num_slots, MIN_LADDER), config.max_batch_positions)
-    return Limits(
-        num_slots=config.num_slots,
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        max_len=model.max_len,
-        vocab_size=model.vocab_size,
-        max_batch_positions=config.max_batch_positions,
-        ladder=ladder(most) if ops.device.type == "cuda" else (),
-        row_multiple=ops.row_multiple,
-    )
-
-
-def _spare_bytes(ops: Ops) -> int:
-    """For KV blocks, where the configuration leaves it to us."""
-    if ops.device.type != "cuda":
-        return DEFAULT_KV_BYTES
-    free_bytes, total_bytes = torch.cuda.mem_get_info(ops.device)
-    return max(int(free_bytes - GPU_RESERVE * total_bytes), 0)
 
 
 def _describe(ops: Ops, graphs: GraphLadder | None) -> str:

@@ -1,4 +1,7 @@
-"""The streams of a CUDA device, and how long its queue was busy and empty, by the device's own clock."""
+"""The streams of a CUDA device, and how long its queue was busy and empty, by the device's own clock.
+
+Knows nothing of what a step computes.
+"""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ from deepinfer_workers.upload import to_device
 
 NUM_CANDIDATES: Final = 1024
 """Most probable tokens that top-p looks at first on a CPU; a flat distribution is sorted whole."""
-LOGPROB_ROWS: Final = 64
-"""Rows whose log probabilities are made at once: a long prompt has many."""
+ROWS_AT_ONCE: Final = 64
+"""Rows whose temporaries are there together: several times [rows, V] float64, however many rows a step has."""
 
 
 class TopRows(NamedTuple):
@@ -187,14 +187,6 @@ class BestLogprobs(NamedTuple):
 def best_logprobs(logits: Tensor, tokens: Tensor, num_best: int) -> BestLogprobs:
     """Of `tokens` [R] and the `num_best` best, by the logits [R, V] as the model gave them."""
     num_best = min(num_best, logits.shape[1])
-    parts = [
-        _best_logprobs(logits[start : start + LOGPROB_ROWS], tokens[start : start + LOGPROB_ROWS], num_best)
-        for start in range(0, len(tokens), LOGPROB_ROWS)
-    ]
-    return parts[0] if len(parts) == 1 else BestLogprobs(*map(torch.cat, zip(*parts, strict=True)))
-
-
-def _best_logprobs(logits: Tensor, tokens: Tensor, num_best: int) -> BestLogprobs:
     values = torch.log_softmax(logits.float(), -1)  # [R, V]
     chosen = tokens[:, None]  # [R, 1]
     own = values.gather(1, chosen)

@@ -10,7 +10,7 @@ Legend: `N` slots, `R` rows, `V` vocabulary, `E` entries of several rows one aft
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
 from math import inf, log
@@ -23,7 +23,7 @@ from torch import Tensor
 from deepinfer_protocol import LogitShaping, ProtocolError, SlotSampling, split_words
 from deepinfer_workers import sampler
 from deepinfer_workers.batch import Admission, Ints
-from deepinfer_workers.sampler import TopRows, best_logprobs, sample_warm, unpack_masks
+from deepinfer_workers.sampler import ROWS_AT_ONCE, BestLogprobs, TopRows, best_logprobs, sample_warm, unpack_masks
 from deepinfer_workers.upload import to_device
 
 
@@ -178,25 +178,30 @@ class SamplingState:
 
     # ---- tokens
 
-    def sample(
-        self,
-        logits: Tensor,
-        slots: Ints,
-        positions: Tensor,
-        allowed: Tensor | None = None,
-        num_known: Ints | None = None,
-    ) -> Tensor:
+    def sample(self, logits: Tensor, slots: Ints, positions: Tensor, allowed: Tensor | None, num_known: Ints) -> Tensor:
         """A token for each row of `logits` [R, V] of the slot `slots` [R], to be stored at `positions` [R]: [R] int64.
 
         `allowed` [R, V] bool masks tokens out. `num_known` [R] are bounds, known on the host, of `positions`: penalties
         look no further.
         """
+        if allowed is None and not (self._features[slots] & (SHAPED | Feature.WARM)).any():
+            return logits.argmax(-1)  # the first of equals
+        parts = []
+        for start in range(0, len(slots), ROWS_AT_ONCE):  # a row's bits are the same in any company
+            at = slice(start, start + ROWS_AT_ONCE)
+            some = None if allowed is None else allowed[at]
+            parts.append(self._sample_some(logits[at], slots[at], positions[at], some, num_known[at]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _sample_some(
+        self, logits: Tensor, slots: Ints, positions: Tensor, allowed: Tensor | None, num_known: Ints
+    ) -> Tensor:
         features = self._features[slots]
         if allowed is not None or (features & SHAPED).any():
             logits = self._shape(logits, slots, features, positions, allowed, num_known)
         warm = np.flatnonzero(features & Feature.WARM)
         if not warm.size:
-            return logits.argmax(-1)  # the first of equals
+            return logits.argmax(-1)
         if len(warm) == len(slots):
             return self._sample_warm(logits, slots, features, positions)
         [index] = _upload([warm], logits.device)
@@ -232,7 +237,7 @@ class SamplingState:
         features: Ints,
         positions: Tensor,
         allowed: Tensor | None,
-        num_known: Ints | None,
+        num_known: Ints,
     ) -> Tensor:
         """New logits, of all rows: restricted, biased, penalised; those that came stay as they are."""
         if allowed is not None:
@@ -242,15 +247,14 @@ class SamplingState:
             return logits
         [index] = _upload([rows], logits.device)
         masked = logits.index_select(0, index).float()
-        num_known = None if num_known is None else num_known[rows]
-        shaped = self._shape_some(masked, slots[rows], features[rows], positions.index_select(0, index), num_known)
+        shaped = self._shape_some(
+            masked, slots[rows], features[rows], positions.index_select(0, index), num_known[rows]
+        )
         if (features & STATIC).any():  # where a mask, the model and the slot leave nothing, the slot gives way
             shaped = sampler.or_else(shaped, masked)
         return shaped if len(rows) == len(slots) else logits.float().index_copy(0, index, shaped)
 
-    def _shape_some(
-        self, logits: Tensor, slots: Ints, features: Ints, positions: Tensor, num_known: Ints | None
-    ) -> Tensor:
+    def _shape_some(self, logits: Tensor, slots: Ints, features: Ints, positions: Tensor, num_known: Ints) -> Tensor:
         logits = logits.clone()
         self._restrict(logits, slots, np.flatnonzero(features & Feature.ALLOWED))
         self._add_bias(logits, slots, np.flatnonzero(features & Feature.BIAS))
@@ -277,8 +281,8 @@ class SamplingState:
             tokens = torch.cat([table.bias_ids for table in tables])
             sampler.add_bias(logits, row_of, tokens, torch.cat([table.bias_values for table in tables]))
 
-    def _penalise(self, logits: Tensor, slots: Ints, rows: Ints, positions: Tensor, num_known: Ints | None) -> None:
-        width = self._tokens.shape[1] if num_known is None else int(num_known[rows].max())
+    def _penalise(self, logits: Tensor, slots: Ints, rows: Ints, positions: Tensor, num_known: Ints) -> None:
+        width = int(num_known[rows].max())
         index, at = _upload([rows, slots[rows]], logits.device)
         some = logits.index_select(0, index)
         sampler.penalise(
@@ -327,7 +331,8 @@ class SamplingState:
         if not wanted.size:
             return None
         [index] = _upload([wanted], logits.device)
-        return _logprobs(logits.index_select(0, index), tokens.index_select(0, index), counts[wanted])
+        parts = [(logits.index_select(0, rows), tokens.index_select(0, rows)) for rows in index.split(ROWS_AT_ONCE)]
+        return _logprobs(parts, counts[wanted].tolist())
 
     def prompt_positions(self, slots: Ints, starts: Ints, counts: Ints) -> PromptPositions | None:
         """Which positions of a step must have logits for the prompts that asked; `None` if there are none.
@@ -347,15 +352,18 @@ class SamplingState:
             counts=self._num_prompt_logprobs[slots[row_of]].tolist(),
         )
 
-    def prompt_logprobs(self, logits: Tensor, wanted: PromptPositions) -> Logprobs:
-        """Of the prompts' own tokens, under `logits` [P, V] of the `wanted` positions."""
-        slots, nexts = _upload([wanted.slots, wanted.nexts], logits.device)
-        return _logprobs(logits, self._tokens[slots, nexts].long(), np.array(wanted.counts))
+    def prompt_logprobs(self, logits: Iterable[Tensor], wanted: PromptPositions) -> Logprobs:
+        """Of the prompts' own tokens. `logits`: those of the `wanted` positions, `ROWS_AT_ONCE` by `ROWS_AT_ONCE`."""
+        slots, nexts = _upload([wanted.slots, wanted.nexts], self._tokens.device)
+        tokens = self._tokens[slots, nexts].long().split(ROWS_AT_ONCE)
+        return _logprobs(zip(logits, tokens, strict=True), wanted.counts)
 
 
-def _logprobs(logits: Tensor, tokens: Tensor, counts: Ints) -> Logprobs:
-    best = best_logprobs(logits, tokens, int(counts.max()))
-    return Logprobs(best.ids, best.values, best.ranks, counts.tolist())
+def _logprobs(parts: Iterable[tuple[Tensor, Tensor]], counts: list[int]) -> Logprobs:
+    """Of all parts together, as many of the best as any row asks for; a part is logits [rows, V] and tokens [rows]."""
+    found = [best_logprobs(logits, tokens, max(counts)) for logits, tokens in parts]
+    best = found[0] if len(found) == 1 else BestLogprobs(*map(torch.cat, zip(*found, strict=True)))
+    return Logprobs(best.ids, best.values, best.ranks, counts)
 
 
 def _features(sampling: SlotSampling) -> Feature:

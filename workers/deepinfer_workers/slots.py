@@ -8,10 +8,20 @@ Legend: `N` slots, and one null slot behind them for padding; `T` packed positio
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
 from deepinfer_workers.batch import Limits
+
+MIN_POSITIONS: Final = 64
+"""That a block table covers, however short sequences are: a GPU's warm-up runs a tile of as many on the null slot."""
+
+
+def slot_bytes(max_len: int, block_size: int) -> int:
+    """On the device, for one slot."""
+    return 4 * (max_len + 1 + _num_columns(max_len, block_size)) + 8
 
 
 class SlotState:
@@ -23,18 +33,15 @@ class SlotState:
         # One column more than positions: the token after the last position has a place.
         self.tokens = torch.zeros(num_slots, limits.max_len + 1, dtype=torch.int32, device=device)
         """[N + 1, positions]: every token known."""
-        self.tables = torch.zeros(num_slots, limits.max_blocks, dtype=torch.int32, device=device)
+        num_columns = _num_columns(limits.max_len, limits.block_size)
+        self.tables = torch.zeros(num_slots, num_columns, dtype=torch.int32, device=device)
         """[N + 1, blocks]: block ids; those of the null slot are the null block."""
         self.tables[-1] = limits.num_blocks
         self.lengths = torch.zeros(num_slots, dtype=torch.int64, device=device)
         """[N + 1]: positions whose keys and values are written."""
 
-    @property
-    def slot_bytes(self) -> int:
-        """On the device, for one slot."""
-        return 4 * (self.tokens.shape[1] + self.tables.shape[1]) + 8
-
     def write_tokens(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
+        """`tokens` become known."""
         self.tokens[slots, positions] = tokens.to(torch.int32)
 
     def write_blocks(self, slots: Tensor, columns: Tensor, blocks: Tensor) -> None:
@@ -55,6 +62,6 @@ class SlotState:
         self.lengths.index_add_(0, slots, torch.ones_like(slots))
         self.lengths[-1:].zero_()
 
-    def store(self, slots: Tensor, tokens: Tensor) -> None:
-        """Sampled `tokens` [R] become known, each at the length of its slot `slots` [R]."""
-        self.tokens[slots, self.lengths[slots]] = tokens.to(torch.int32)
+
+def _num_columns(max_len: int, block_size: int) -> int:
+    return -(-max(max_len, MIN_POSITIONS) // block_size)

@@ -102,6 +102,7 @@ class Worker:
                 raise ProtocolError(f"a message of {len(frames)} frames")
             message = decode(frames[0])
             if isinstance(message, Shutdown):
+                self._check(message.epoch, self._config.rank)
                 return False
             if isinstance(message, StepPlan):
                 self._check(message.epoch, message.rank)
@@ -140,7 +141,8 @@ class _Device:
     """The device's queue and the thread that empties it. Results come back as frames, announced by `wakeup`."""
 
     def __init__(self, runner: Runner[Any], config: WorkerConfig) -> None:
-        self.masks: SimpleQueue[MaskBatch] = SimpleQueue()
+        self.masks: SimpleQueue[MaskBatch | None] = SimpleQueue()
+        """`None`: no more will come."""
         self.wakeup, self._bell = socket.socketpair()
         self.wakeup.setblocking(False)
         self._bell.setblocking(False)
@@ -161,14 +163,16 @@ class _Device:
         self._jobs.put(job)
 
     def stop(self) -> None:
-        """Finish what is queued."""
+        """Finish what is queued; a step whose masks have not come cannot be."""
         self._jobs.put(None)
+        self.masks.put(None)
         for thread in self._threads:
             thread.join()
 
     def close(self) -> None:
         """The end, also after an error; a step that hangs in the device is left to the end of the process."""
         self._jobs.put(None)
+        self.masks.put(None)
         self._launched.put(None)
         self.wakeup.close()
         self._bell.close()
@@ -213,7 +217,8 @@ class _Device:
         while (launched := self._launched.get()) is not None:
             job, pending = launched
             output, times = pending.wait()
-            self._finish(job, output, times or StepTimes(0, 0))
+            assert times is not None  # a device with a queue has a clock
+            self._finish(job, output, times)
 
     def _launch(self, job: _Job) -> PendingStep:
         return self._runner.launch(job.batch, partial(self._masks_for, job.step_id))
@@ -240,6 +245,8 @@ class _Device:
 
     def _masks_for(self, step_id: int) -> MaskBatch:
         masks = self.masks.get()
+        if masks is None:
+            raise ProtocolError(f"the end came while step {step_id} waits for masks")
         if masks.step_id != step_id:
             raise ProtocolError(f"step {step_id} waits for masks, those of step {masks.step_id} came")
         return masks

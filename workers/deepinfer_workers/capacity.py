@@ -1,0 +1,78 @@
+"""How much fits into the device's memory, and what is said when something does not. Knows nothing of plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from deepinfer_kernels import Ops
+from deepinfer_protocol import WorkerConfig
+from deepinfer_workers.batch import Limits
+from deepinfer_workers.graphs import ladder
+from deepinfer_workers.models.llama import Llama
+from deepinfer_workers.runner import WorkerFault
+from deepinfer_workers.slots import slot_bytes
+
+DEFAULT_KV_BYTES: Final = 1 << 30
+"""On the CPU, whose memory is everybody's."""
+MIN_LADDER: Final = 64
+"""Short prompts go by graphs too, however few slots there are."""
+GPU_RESERVE: Final = 0.08
+"""Share of a GPU's memory that is left for activations and for others."""
+_SIGNS: Final = ("allocate", "out of memory", "ALLOC_FAILED")
+"""Of errors that have no type of their own: torch's on a CPU, Triton's and the driver's, the CUDA libraries'."""
+
+
+@contextmanager
+def memory_faults(config: WorkerConfig) -> Iterator[None]:
+    """Whatever runs out of memory inside is a `WorkerFault`."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        is_typed = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not is_typed and not any(sign in str(error) for sign in _SIGNS):
+            raise
+        raise WorkerFault("out_of_memory", f"{Path(config.model).name}: {error}") from error
+
+
+def limits_of(config: WorkerConfig, model: Llama, ops: Ops) -> Limits:
+    """What plans may name: as configured, or as many blocks as fit beside the weights. Raises `WorkerFault`."""
+    # Without graphs sizes are the same: so are the kernels, and so are the bits.
+    most = min(max(config.num_slots, MIN_LADDER), config.max_batch_positions)
+    return Limits(
+        num_slots=config.num_slots,
+        num_blocks=config.num_blocks or _num_blocks(config, model, ops),
+        block_size=config.block_size,
+        max_len=model.max_len,
+        vocab_size=model.vocab_size,
+        max_batch_positions=config.max_batch_positions,
+        ladder=ladder(most) if ops.device.type == "cuda" else (),
+        row_multiple=ops.row_multiple,
+    )
+
+
+def _num_blocks(config: WorkerConfig, model: Llama, ops: Ops) -> int:
+    block_bytes = model.cache_shape.position_bytes * config.block_size
+    if config.kv_cache_bytes:
+        what, most, num_blocks = "kv_cache_bytes", config.kv_cache_bytes, config.kv_cache_bytes // block_bytes
+    else:
+        num_slots_bytes = config.num_slots * slot_bytes(model.max_len, config.block_size)
+        what, most = "free memory of", _spare_bytes(ops) - num_slots_bytes
+        most_useful = config.num_slots * -(-model.max_len // config.block_size)
+        num_blocks = min(most_useful, most // block_bytes)
+    if num_blocks < 1:
+        raise WorkerFault("out_of_memory", f"{what} {most} holds no block of {block_bytes} bytes")
+    return num_blocks
+
+
+def _spare_bytes(ops: Ops) -> int:
+    """For slots and KV blocks, where the configuration leaves it to us."""
+    if ops.device.type != "cuda":
+        return DEFAULT_KV_BYTES
+    torch.cuda.empty_cache()  # what loading left behind is free as well
+    free_bytes, total_bytes = torch.cuda.mem_get_info(ops.device)
+    return int(free_bytes - GPU_RESERVE * total_bytes)
