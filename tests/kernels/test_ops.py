@@ -88,6 +88,21 @@ def test_half_linear(backend: Backend, num_in: int, num_out: int) -> None:
         assert torch.equal(part, whole[start : start + count]), f"{num_in=} {num_out=} {start=} {count=}"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_whose_rows_depend_on_their_place_is_not_used(dtype: torch.dtype) -> None:
+    """Some libraries cut a tile into unequal parts, of which each adds up in an order of its own."""
+
+    def multiply(x: Tensor, packed: Tensor) -> Tensor:
+        return (x @ packed.T + 1e-3 * torch.arange(len(x))[:, None]).to(dtype)
+
+    weight, x = rand(40, 48), rand(21, 48, seed=1)
+    packed = pack_with(Backend(Tensor.contiguous, multiply, dtype=dtype), weight, batch_invariant=True)
+    exact = linear(x, pack_linear(weight, batch_invariant=True)).to(dtype)
+    assert torch.equal(linear(x, packed), exact)
+    free = pack_with(Backend(Tensor.contiguous, multiply, dtype=dtype), weight, batch_invariant=False)
+    assert not torch.equal(linear(x, free), exact)
+
+
 def test_weights_that_fp16_cannot_hold_stay_in_float32() -> None:
     weight, x = torch.tensor([[1e6, 1.0]]), torch.tensor([[1.0, 2.0]])
     assert linear(x, half.pack_fp16(weight, batch_invariant=True)).item() == 1e6 + 2.0
@@ -109,7 +124,8 @@ def test_tiles_cover_the_rows() -> None:
     assert tile_heights(16, (256, 64, 16)) == [16]
     assert tile_heights(600, (256, 1)) == [256, 256, 88]
     assert tile_heights(256 * 2 + 64 + 48, (256, 64, 16)) == [256, 256, 64, 16, 16, 16]
-    assert proven_heights(64, 64, torch.get_num_threads())[-1] == TILE_ROWS
+    proven = proven_heights(64, 64, torch.get_num_threads())
+    assert proven is not None and proven[-1] == TILE_ROWS
 
 
 @pytest.mark.parametrize("width", [1, 7, 48, 576])

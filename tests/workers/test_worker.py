@@ -356,7 +356,7 @@ def test_a_configuration_that_is_none_ends_it(folder: str) -> None:
 
 def test_a_parent_that_is_gone_already_is_noticed(folder: str) -> None:
     command = [sys.executable, "-P", "-m", "deepinfer_workers"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(str(REPO / home) for home in ("protocol", "workers"))}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(_import_path())}
     ours, theirs = socket.socketpair()
     with ours, theirs:
         strangers_child = [*command, str(theirs.fileno()), "1"]
