@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ TILE_ROWS: Final = 16
 TALL_TILES: Final = (256, 64)
 SAMPLED_HEIGHTS: Final = (*range(1, 18), 23, 31, 33, 48, 64, 100, 128, 200, 256)
 """What is tried before a product is said to give the same bits at any height up to the tallest tile."""
+TELLING_ROWS: Final = 64
 SAMPLED_SHIFTS: Final = (1, 2, 5, 8, 13, 15)
 Multiply = Callable[[Tensor, Any], Tensor]
 
@@ -40,38 +41,52 @@ class Backend:
     """Of its results."""
 
 
+class Tiling(NamedTuple):
+    """Into which heights rows are cut, so that a row's bits do not depend on how many there are."""
+
+    heights: tuple[int, ...]
+    """Falling; empty: all rows go in one piece, and nothing is promised."""
+    floor: int = 0
+    """0: rows are padded to a multiple of the last height. Else a rest may have any height, but for fewer rows than
+    this, which are padded to it."""
+
+
+UNTILED: Final = Tiling(())
+
+
 @dataclass(frozen=True)
 class LinearWeight:
     """A weight [F, C] in the layout that its device likes."""
 
     packed: Any
     multiply: Multiply
-    heights: tuple[int, ...]
-    """Tile heights in falling order, down to the one that rows are padded to; empty: all rows go in one piece."""
+    tiling: Tiling = UNTILED
 
 
 def linear(x: Tensor, weight: LinearWeight) -> Tensor:
     """`x` [T, C] times the transposed weight [F, C]: [T, F]."""
     num_rows = x.shape[0]
-    heights = weight.heights
-    if not heights or (heights[-1] == 1 and num_rows <= heights[0]):
+    if not weight.tiling.heights:
         return weight.multiply(x, weight.packed)
-    num_pad = -num_rows % heights[-1]
+    tiles = tile_heights(num_rows, weight.tiling)
+    num_pad = sum(tiles) - num_rows
     if num_pad:
-        x = torch.cat((x, x.new_zeros(num_pad, x.shape[1])))  # [T up to a multiple of the last height, C]
-    pieces = [weight.multiply(tile, weight.packed) for tile in torch.split(x, tile_heights(x.shape[0], heights))]
-    out = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-    return out[:num_rows]
+        x = torch.cat((x, x.new_zeros(num_pad, x.shape[1])))
+    if len(tiles) == 1:
+        out = weight.multiply(x, weight.packed)
+    else:
+        out = torch.cat([weight.multiply(tile, weight.packed) for tile in torch.split(x, tiles)])
+    return out[:num_rows] if num_pad else out
 
 
-def tile_heights(num_rows: int, heights: tuple[int, ...]) -> list[int]:
-    """Cut `num_rows`, a multiple of the last height, into tiles, the tallest first. A last height of 1: any rest."""
+def tile_heights(num_rows: int, tiling: Tiling) -> list[int]:
+    """Heights that hold `num_rows` and the padding behind them, the tallest first."""
     tiles: list[int] = []
-    for height in heights:
-        if height == 1:
-            return [*tiles, num_rows] if num_rows else tiles
+    for height in tiling.heights:
         tiles += [height] * (num_rows // height)
         num_rows %= height
+    if num_rows:
+        tiles.append(max(num_rows, tiling.floor) if tiling.floor else tiling.heights[-1])
     return tiles
 
 
@@ -81,16 +96,18 @@ def pack_linear(weight: Tensor, *, batch_invariant: bool) -> LinearWeight:
 
 
 def pack_with(backend: Backend, weight: Tensor, *, batch_invariant: bool) -> LinearWeight:
-    """`weight` [F, C] for `backend`, and the tile heights that keep its rows independent if that is asked for.
+    """`weight` [F, C] for `backend`, tiled so that its rows are independent if that is asked for.
 
     Where the backend cannot keep them so, the product is float32's, rounded to what the backend's results would be.
     """
+    if not batch_invariant:
+        return LinearWeight(backend.pack(weight), backend.multiply)
     num_out, num_in = weight.shape
-    heights = proven_heights(num_out, num_in, torch.get_num_threads(), backend) if batch_invariant else ()
-    if heights is None:
+    tiling = proven_tiling(num_out, num_in, torch.get_num_threads(), backend)
+    if tiling is None:
         exact = pack_with(_float32_backend(), weight, batch_invariant=True)
-        return LinearWeight(exact.packed, _rounded(exact.multiply, backend.dtype), exact.heights)
-    return LinearWeight(backend.pack(weight), backend.multiply, heights)
+        return LinearWeight(exact.packed, _rounded(exact.multiply, backend.dtype), exact.tiling)
+    return LinearWeight(backend.pack(weight), backend.multiply, tiling)
 
 
 def _rounded(multiply: Multiply, dtype: torch.dtype) -> Multiply:
@@ -98,37 +115,45 @@ def _rounded(multiply: Multiply, dtype: torch.dtype) -> Multiply:
 
 
 @lru_cache(maxsize=256)
-def proven_heights(
-    num_out: int, num_in: int, num_threads: int, backend: Backend | None = None
-) -> tuple[int, ...] | None:
-    """The tile heights that give a row of a [num_out, num_in] product the same bits, measured. A pure memo.
+def proven_tiling(num_out: int, num_in: int, num_threads: int, backend: Backend | None = None) -> Tiling | None:
+    """The tiling that gives a row of a [num_out, num_in] product the same bits, measured. A pure memo.
 
-    `None`: a row's bits depend on its place in the tile (never for float32, which has nothing to fall back to).
+    `None`: a row's bits depend on its place in a tile (never for float32, which has nothing to fall back to).
     """
-    generator = torch.Generator().manual_seed(num_threads)
     backend = backend or _float32_backend()
-    packed = backend.pack(torch.randn(num_out, num_in, generator=generator))
-    x = torch.randn(TALL_TILES[0], num_in, generator=generator)  # [256, C]
+    x, weight = _telling_data(num_out, num_in, num_threads)
+    packed = backend.pack(weight)
     expected = torch.cat([backend.multiply(tile, packed) for tile in torch.split(x, TILE_ROWS)])  # [256, F]
+    if backend != _float32_backend() and not all(
+        torch.equal(backend.multiply(x[:TILE_ROWS].roll(shift, 0), packed), expected[:TILE_ROWS].roll(shift, 0))
+        for shift in SAMPLED_SHIFTS
+    ):
+        return None
 
     def is_equal(height: int) -> bool:
-        return all(
-            torch.equal(backend.multiply(x[start : start + height], packed), expected[start : start + height])
-            for start in {0, TALL_TILES[0] - height}
-        )
+        """For rows of every place: as many as tell, and whole tiles of them."""
+        num_rows = max(TELLING_ROWS // height, 1) * height
+        tiles = torch.split(x[:num_rows], height)
+        return torch.equal(torch.cat([backend.multiply(tile, packed) for tile in tiles]), expected[:num_rows])
 
-    is_fallback = backend == _float32_backend()
-    if not is_fallback and not all(_is_placeless(backend, packed, x[:TILE_ROWS], shift) for shift in SAMPLED_SHIFTS):
-        return None
-    if backend.takes_any_height and all(is_equal(height) for height in SAMPLED_HEIGHTS):
-        return (TALL_TILES[0], 1)
-    return (*(height for height in TALL_TILES if is_equal(height)), TILE_ROWS)
+    if backend.takes_any_height:
+        unequal = [height for height in SAMPLED_HEIGHTS if not is_equal(height)]
+        if max(unequal, default=0) < TILE_ROWS:
+            return Tiling(TALL_TILES[:1], 1 + max(unequal, default=0))
+    return Tiling((*(height for height in TALL_TILES if is_equal(height)), TILE_ROWS))
 
 
-def _is_placeless(backend: Backend, packed: Any, tile: Tensor, shift: int) -> bool:
-    """Rows of `tile` [16, C] have the same bits when they stand `shift` places further on."""
-    moved = backend.multiply(tile.roll(shift, 0), packed)
-    return torch.equal(moved, backend.multiply(tile, packed).roll(shift, 0))
+def _telling_data(num_out: int, num_in: int, seed: int) -> tuple[Tensor, Tensor]:
+    """`x` [256, C] and a weight [F, C] whose large products cancel.
+
+    What is left is so small that the order in which they are added up shows, even behind a rounding to bfloat16.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    half = torch.randn(num_out, -(-num_in // 2), generator=generator)
+    weight = torch.cat((half, half), 1)[:, :num_in]
+    terms = torch.randn(TALL_TILES[0], half.shape[1], generator=generator)
+    x = torch.cat((terms, -terms * (1 + 2.0**-7)), 1)[:, :num_in]
+    return x.contiguous(), weight.contiguous()
 
 
 @lru_cache(maxsize=1)

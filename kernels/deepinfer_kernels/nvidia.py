@@ -96,7 +96,7 @@ def paged_attention(queries: Tensor, keys: Tensor, values: Tensor, plan: CudaAtt
 
 def pack_linear(weight: Tensor, dtype: torch.dtype) -> LinearWeight:
     """`weight` [F, C] as cuBLAS takes it."""
-    return LinearWeight(weight.to(dtype), torch.nn.functional.linear, ())
+    return LinearWeight(weight.to(dtype), torch.nn.functional.linear)
 
 
 def project(x: Tensor, weight: LinearWeight) -> Tensor:

@@ -14,10 +14,11 @@ from deepinfer_kernels.half import BF16, FP16
 from deepinfer_kernels.linear import (
     TILE_ROWS,
     Backend,
+    Tiling,
     linear,
     pack_linear,
     pack_with,
-    proven_heights,
+    proven_tiling,
     tile_heights,
 )
 from deepinfer_kernels.reference import rotary
@@ -121,11 +122,26 @@ def test_fast_says_what_it_is_and_falls_back_with_a_reason(monkeypatch: pytest.M
 
 
 def test_tiles_cover_the_rows() -> None:
-    assert tile_heights(16, (256, 64, 16)) == [16]
-    assert tile_heights(600, (256, 1)) == [256, 256, 88]
-    assert tile_heights(256 * 2 + 64 + 48, (256, 64, 16)) == [256, 256, 64, 16, 16, 16]
-    proven = proven_heights(64, 64, torch.get_num_threads())
-    assert proven is not None and proven[-1] == TILE_ROWS
+    in_tiles = Tiling((256, 64, 16))
+    assert tile_heights(16, in_tiles) == tile_heights(3, in_tiles) == [16]
+    assert tile_heights(256 * 2 + 64 + 41, in_tiles) == [256, 256, 64, 16, 16, 16]
+    assert tile_heights(600, Tiling((256,), floor=2)) == [256, 256, 88]
+    assert tile_heights(513, Tiling((256,), floor=2)) == [256, 256, 2]
+    proven = proven_tiling(64, 64, torch.get_num_threads())
+    assert proven is not None and proven.heights[-1] == TILE_ROWS and not proven.floor
+
+
+def test_a_product_that_differs_below_some_height_is_padded_to_it() -> None:
+    """As matrix-vector loops do, by less than a rounding to bfloat16 shows on plain data."""
+
+    def multiply(x: Tensor, packed: Tensor) -> Tensor:
+        halves = [part @ half.T for part, half in zip(x.chunk(2, 1), packed.chunk(2, 1), strict=True)]
+        whole = torch.stack([x[row] @ packed.T for row in range(len(x))])
+        return (halves[0] + halves[1] if len(x) < 3 else whole).bfloat16()
+
+    backend = Backend(Tensor.contiguous, multiply, takes_any_height=True, dtype=torch.bfloat16)
+    tiling = proven_tiling(96, 64, torch.get_num_threads(), backend)
+    assert (tiling is not None and 2 <= tiling.floor <= 3) or tiling == Tiling((256, 64, TILE_ROWS))
 
 
 @pytest.mark.parametrize("width", [1, 7, 48, 576])
