@@ -115,6 +115,20 @@ def check_params(params: Any, limits: ModelLimits) -> SamplingParams:
     return params
 
 
+def freeze_params(params: SamplingParams) -> SamplingParams:
+    """Checked `params` with lists and mappings of its own: the caller's may change before they are read again."""
+    words = params.bad_words
+    return replace(
+        params,
+        logit_bias=None if params.logit_bias is None else dict(params.logit_bias),
+        allowed_token_ids=None if params.allowed_token_ids is None else array("i", params.allowed_token_ids),
+        banned_token_ids=None if params.banned_token_ids is None else array("i", params.banned_token_ids),
+        bad_words=None if words is None else [word if isinstance(word, str) else array("i", word) for word in words],
+        stop=params.stop if isinstance(params.stop, str) else tuple(params.stop or ()),
+        stop_token_ids=tuple(params.stop_token_ids or ()),
+    )
+
+
 def is_long(params: SamplingParams) -> bool:
     """Whether making it ready for the device is work that should not keep the loop: text to encode, a long list."""
     lists = (params.allowed_token_ids, params.banned_token_ids, params.bad_words)
@@ -147,35 +161,36 @@ def admit(
 ) -> Admitted:
     """Checked `params` for a prompt of this many tokens. Raises `InvalidRequest`, `ContextLengthExceeded`.
 
-    `bad_words` are those of `params` as token ids.
+    `bad_words` are those of `params` as token ids. Numbers of the user's own classes become plain ones: the wire has no
+    others.
     """
     if num_prompt == 0:
         raise InvalidRequest("prompt", "is empty, at least one token is expected")
     if num_prompt >= limits.max_length:
         raise _too_long(num_prompt, limits)
-    wanted = limits.max_length if params.max_tokens is None else num_prompt + params.max_tokens
+    wanted = limits.max_length if params.max_tokens is None else num_prompt + int(params.max_tokens)
     if wanted > limits.max_length:
         raise ContextLengthExceeded(
             "max_tokens",
             f"{num_prompt} prompt tokens and {params.max_tokens} new ones make {wanted}, {limits.max_length} fit",
         )
     eos_ids = frozenset(() if params.ignore_eos else limits.eos_token_ids)
-    named_ids = frozenset(params.stop_token_ids or ())
+    named_ids = frozenset(map(int, params.stop_token_ids or ()))
     stop_ids = named_ids | eos_ids
     sampling = SlotSampling(
         temperature=float(params.temperature),
         top_p=float(params.top_p),
-        top_k=max(params.top_k, 0),
-        min_length=num_prompt + params.min_tokens if params.min_tokens else 0,
+        top_k=max(int(params.top_k), 0),
+        min_length=num_prompt + int(params.min_tokens) if params.min_tokens else 0,
         stop_ids=pack_int32(sorted(stop_ids)) if params.min_tokens else b"",
-        num_logprobs=-1 if params.logprobs is None else params.logprobs,
+        num_logprobs=-1 if params.logprobs is None else int(params.logprobs),
         num_prompt=num_prompt,
         min_p=float(params.min_p),
         shaping=_shaping(params, bad_words, stop_ids, limits.vocab_size),
     )
     samplings = [replace(sampling, seed=seed) for seed in _sample_seeds(params)]
     if params.prompt_logprobs is not None:  # the samples have one prompt: the first computes it
-        samplings[0] = replace(samplings[0], num_prompt_logprobs=params.prompt_logprobs)
+        samplings[0] = replace(samplings[0], num_prompt_logprobs=int(params.prompt_logprobs))
     return Admitted(
         max_length=wanted,
         sampling=samplings,
@@ -186,11 +201,13 @@ def admit(
 
 
 def check_request_id(request_id: Any) -> str:
-    if not isinstance(request_id, str) or not _REQUEST_ID.fullmatch(request_id):
+    """The id, as a plain string. Raises `InvalidRequest`."""
+    found = _REQUEST_ID.fullmatch(request_id) if isinstance(request_id, str) else None
+    if found is None:
         raise InvalidRequest(
             "request_id", f"{_shown(request_id)}, 1 to 128 characters of A-Z a-z 0-9 _ . : - are expected"
         )
-    return request_id
+    return found[0]
 
 
 def check_priority(priority: Any) -> int:
@@ -356,7 +373,7 @@ def _choices(
     where nothing is left.
     """
     banned = {int(token) for token in params.banned_token_ids or ()} | {word[0] for word in bad_words if len(word) == 1}
-    allowed = None if params.allowed_token_ids is None else set(params.allowed_token_ids) - banned
+    allowed = None if params.allowed_token_ids is None else set(map(int, params.allowed_token_ids)) - banned
     if allowed is not None and not allowed:
         raise InvalidRequest("allowed_token_ids", "every token of it is banned: no token could be sampled")
     if len(banned) >= vocab_size:
@@ -396,7 +413,7 @@ def _sample_seeds(params: SamplingParams) -> list[int]:
     """63 bits a sample: of the request's seed, or of the operating system's generator."""
     mask = 2**SEED_BITS - 1
     if params.seq_seed is not None:
-        return [(params.seq_seed + index * _SAMPLE_STRIDE) & mask for index in range(params.n)]
+        return [(int(params.seq_seed) + index * _SAMPLE_STRIDE) & mask for index in range(params.n)]
     if not params.temperature:
         return [0] * params.n
     return [random.SystemRandom().getrandbits(SEED_BITS) for _ in range(params.n)]

@@ -193,7 +193,19 @@ class EngineCore:
         inbox = self._inbox
         while inbox:
             action, argument = inbox.popleft()
-            action(argument)
+            try:
+                action(argument)
+            except Exception as error:
+                self._lose_action(argument, error)
+
+    def _lose_action(self, argument: Any, error: Exception) -> None:
+        """One action of the inbox failed: the end of the request that it was for, if it was for one, and no more."""
+        request = argument[0] if isinstance(argument, tuple) else argument
+        logger.error("an action on %s failed", getattr(request, "request_id", "no request"), exc_info=error)
+        if isinstance(request, Request):
+            if self._is_open(request):
+                self.scheduler.finish_request(request, "abort", self._clock.time())
+            self._outbox.add((request.user, EngineError(f"the request failed: {type(error).__name__}: {error}")))
 
     def _expire(self) -> None:
         now = self._clock.time()

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
-from deepinfer.admission import SEED_BITS, ModelLimits
+from deepinfer.admission import SEED_BITS, ModelLimits, check_request_id
 from deepinfer.catalog import resolve
 from deepinfer.config import EngineConfig, resolve_config
 from deepinfer.core import CoreConfig, CoreStats, EngineCore
@@ -302,9 +302,12 @@ class Engine:
         return await generate_many(self, prompts, params, progress=progress, options=options)
 
     async def abort(self, request_id: str) -> None:
-        """End the open request of this id, if there is one. Its reader gets a last chunk, `abort`."""
+        """End the open request of this id, if there is one. Its reader gets a last chunk, `abort`.
+
+        Raises `InvalidRequest` for what can be no id.
+        """
         self._check_usable()
-        self._post(self._core.abort_id, request_id)
+        self._post(self._core.abort_id, check_request_id(request_id))
 
     def stats(self) -> EngineStats:
         """A snapshot. Raises `EngineClosed` before the engine is open."""

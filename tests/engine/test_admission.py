@@ -17,6 +17,7 @@ from deepinfer.admission import (
     check_request_id,
     check_timeout,
     check_token_ids,
+    freeze_params,
     is_long,
 )
 from deepinfer.errors import ContextLengthExceeded, InvalidRequest
@@ -363,3 +364,42 @@ def _refusal_s(params: SamplingParams) -> float:
     with pytest.raises(InvalidRequest):
         check_params(params, LIMITS)
     return time.perf_counter() - started_s
+
+
+def test_numbers_and_texts_of_the_users_own_classes_become_plain_ones() -> None:
+    """The codec of the wire takes no others."""
+
+    class Number(int):
+        pass
+
+    class Name(str):
+        pass
+
+    given = SamplingParams(
+        top_k=Number(5),
+        logprobs=Number(2),
+        prompt_logprobs=Number(1),
+        min_tokens=Number(2),
+        max_tokens=Number(9),
+        seq_seed=Number(3),
+        stop_token_ids=[Number(4)],
+        allowed_token_ids=[Number(4), Number(6)],
+        n=Number(2),
+    )
+    found = admit(check_params(given, LIMITS), 10, LIMITS)
+    msgspec.msgpack.encode(found.sampling)
+    assert {type(token) for token in found.stop_ids | found.told_stop_ids} == {int} == {type(found.max_length)}
+    assert type(check_request_id(Name("abc"))) is str
+
+
+def test_frozen_params_do_not_follow_the_callers_lists() -> None:
+    bias, stops, words, word, ids = {5: 1.0}, ["a"], ["x"], [3, 4], [7]
+    lists = {"stop": stops, "bad_words": [*words, word], "stop_token_ids": ids, "banned_token_ids": ids}
+    given = SamplingParams(logit_bias=bias, seq_seed=1, **lists)  # type: ignore[arg-type]
+    frozen = freeze_params(check_params(given, LIMITS))
+    before = admit(frozen, 10, LIMITS, [[3, 4]])
+    bias[6] = NAN
+    for changed in (stops, word, ids):
+        changed.clear()
+    assert admit(frozen, 10, LIMITS, [[3, 4]]) == before
+    assert frozen.stop == ("a",) and frozen.bad_words is not None and list(frozen.bad_words[1]) == [3, 4]
