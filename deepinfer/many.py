@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from deepinfer.errors import InvalidRequest
+from deepinfer.errors import InvalidRequest, Overloaded
 from deepinfer.progress import ProgressBar
 from deepinfer.result import Completion
 from deepinfer_protocol import SamplingParams
@@ -56,8 +56,17 @@ async def _generate_one(
     engine: Engine, prompt: Any, params: SamplingParams | None, options: dict[str, Any]
 ) -> Completion:
     if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], Mapping):
-        return await engine.generate(None, params, messages=prompt, **options)
-    return await engine.generate(prompt, params, **options)
+        return await generate_in_turn(engine, None, params, messages=prompt, **options)
+    return await generate_in_turn(engine, prompt, params, **options)
+
+
+async def generate_in_turn(engine: Engine, prompt: Any, params: SamplingParams | None, **options: Any) -> Completion:
+    """`Engine.generate`, again and again while more waits than the engine admits: long prompts, or others' requests."""
+    while True:
+        try:
+            return await engine.generate(prompt, params, **options)
+        except Overloaded as error:
+            await asyncio.sleep(error.retry_after_s)
 
 
 async def run_all(works: list[Any]) -> None:
