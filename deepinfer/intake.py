@@ -166,8 +166,9 @@ class Intake:
         if params.prompt_logprobs is not None and len(prompt) == 1:
             mailbox.prompt_logprobs = (None,)
         if self._text is not None:
-            for seq in request.samples:
-                seq.user = self._text.output(params, prompt, admitted.stop_strings)
+            outputs = self._text.outputs(params, prompt, admitted.stop_strings)
+            for seq, output in zip(request.samples, outputs, strict=True):
+                seq.user = output
 
     def _encode(self, prompt: Prompt | None, messages: Messages | None) -> tuple[str | None, array[int]]:
         """The prompt as text, if it is text, and as token ids."""

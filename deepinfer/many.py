@@ -29,6 +29,7 @@ async def generate_many(
     """See `Engine.generate_many`."""
     if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
         raise InvalidRequest("prompts", f"a {type(prompts).__name__} came, a list of prompts is expected")
+    _check_countable(prompts)
     each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
     if len(each) != len(prompts):
         raise InvalidRequest("params", f"{len(each)} came for {len(prompts)} prompts")
@@ -44,6 +45,13 @@ async def generate_many(
 
         await run_all([work() for _ in range(min(len(prompts), num_at_once(engine)))])
     return [completion for completion in completions if completion is not None]
+
+
+def _check_countable(prompts: Sequence[Any]) -> None:
+    try:
+        len(prompts)
+    except OverflowError:
+        raise InvalidRequest("prompts", f"a {type(prompts).__name__} of too many items came") from None
 
 
 def num_at_once(engine: Engine) -> int:

@@ -16,7 +16,6 @@ import msgspec
 
 from deepinfer.errors import ConfigError
 
-
 _START: Final = b'{"line":'
 """Of every line."""
 

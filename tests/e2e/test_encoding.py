@@ -124,7 +124,7 @@ async def test_what_the_caller_changes_after_the_call_changes_nothing(word_model
         streams = [engine.stream(LONG, params), engine.stream(messages=history, params=params)]
         bias[5] = float("nan")
         history[0]["content"][0]["text"] = "w5"  # type: ignore[index]
-        history.append({"role": "robot"})  # type: ignore[dict-item]
+        history.append({"role": "robot"})
         gate.set()
         assert await tokens_of(streams[0]) == wanted(5, [96] * 300)
         with pytest.raises(InvalidRequest, match="no chat template"):

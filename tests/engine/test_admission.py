@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -268,7 +268,6 @@ def test_many_bans_travel_as_bits() -> None:
         ({"allowed_token_ids": [5], "bad_words": [[5]]}, "allowed_token_ids: every token of it is banned"),
         ({"banned_token_ids": range(1000)}, "banned_token_ids: every token is banned"),
         ({"allowed_token_ids": [2, 7], "min_tokens": 3}, "min_tokens: 3, every allowed token ends the sample"),
-        ({"bad_words": [[1] * 1000] * 9}, "bad_words: 9009 token ids and lengths, at most 8192"),
     ],
 )
 def test_what_would_leave_no_token_is_refused(fields: dict[str, Any], words: str) -> None:
@@ -295,7 +294,9 @@ def test_words_as_text_need_a_tokenizer() -> None:
 
 
 def test_long_lists_and_text_are_work_for_a_thread() -> None:
-    assert not is_long(SamplingParams(allowed_token_ids=[1, 2], bad_words=[[1, 2]]))
+    assert not is_long(SamplingParams(allowed_token_ids=[1, 2], bad_words=[[1, 2]], stop=["ab"], n=128))
+    assert is_long(SamplingParams(bad_words=[[1] * 600] * 2)) and is_long(SamplingParams(stop=["a" * 1000, "b" * 100]))
+    assert is_long(SamplingParams(stop=["ab"] * 64, n=128)) and is_long(SamplingParams(stop="a" * 1025))
     assert is_long(SamplingParams(bad_words=["x"])) and is_long(SamplingParams(banned_token_ids=range(2000)))
 
 
@@ -390,6 +391,40 @@ def test_numbers_and_texts_of_the_users_own_classes_become_plain_ones() -> None:
     msgspec.msgpack.encode(found.sampling)
     assert {type(token) for token in found.stop_ids | found.told_stop_ids} == {int} == {type(found.max_length)}
     assert type(check_request_id(Name("abc"))) is str
+
+
+def test_a_range_that_no_list_could_hold_is_refused() -> None:
+    endless = range(10**30)
+    with pytest.raises(InvalidRequest, match="prompt: a range of too many items came"):
+        check_token_ids(endless, LIMITS)
+    for field in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
+        with pytest.raises(InvalidRequest, match=f"{field}: a range of too many items came"):
+            check_params(SamplingParams(**{field: endless}), LIMITS)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="bad_words: a range of too many"):
+        check_params(SamplingParams(bad_words=[endless]), LIMITS)
+
+
+def test_truth_is_no_token() -> None:
+    for ids in ([True], (5, False)):
+        with pytest.raises(InvalidRequest, match="prompt: every token id must be an integer"):
+            check_token_ids(ids, LIMITS)
+        with pytest.raises(InvalidRequest, match="banned_token_ids: every token id must be an integer"):
+            check_params(SamplingParams(banned_token_ids=ids), LIMITS)
+
+
+def test_too_many_bad_words_are_refused_before_all_of_them_are_read() -> None:
+    read: list[int] = []
+
+    class Watched(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            read.append(len(self))
+            return super().__iter__()
+
+    with pytest.raises(InvalidRequest, match="bad_words: 9009 token ids and lengths"):
+        check_params(SamplingParams(bad_words=[Watched([1] * 1000) for _ in range(1000)]), LIMITS)
+    assert sum(read) <= 3 * 8192
+    with pytest.raises(InvalidRequest, match="bad_words: 9009 token ids and lengths, at most 8192"):
+        admit(SamplingParams(), 10, LIMITS, [[1] * 1000] * 9)  # as texts become them
 
 
 def test_frozen_params_do_not_follow_the_callers_lists() -> None:
