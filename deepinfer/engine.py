@@ -33,11 +33,13 @@ from deepinfer.observer import Observer
 from deepinfer.rank import CacheShape
 from deepinfer.result import Completion
 from deepinfer.scheduler import Scheduler, SchedulerConfig, SchedulerStats
-from deepinfer.stream import Mailbox, TokenStream
+from deepinfer.stream import Mailbox, PromptLogprobs, TokenLogprob, TokenStream
 from deepinfer.text import TextPipeline
 from deepinfer_protocol import Ready, SamplingParams, wire_version
 
 FAKE_MODEL: Final = "fake"
+PROMPT_LOGPROBS_A_TURN: Final = 128
+"""Entries that are made readable in one turn of the loop: a few milliseconds."""
 
 
 class EngineStats(NamedTuple):
@@ -68,7 +70,7 @@ class Engine:
         self.config: EngineConfig = resolve_config(rename_settings(settings))
         if not self.config.model:
             raise ConfigError("model", "no model: give a name or a path, or set DEEPINFER_HF_MODEL_DIR")
-        self._metrics = EngineMetrics()
+        self._metrics = EngineMetrics(has_prefix_cache=self.config.prefix_cache)
         self._observers: list[Observer] = [self._metrics, *observers]
         self._pid = os.getpid()
         self._state = _State.NEW
@@ -107,7 +109,8 @@ class Engine:
             was_closed = self._state is _State.CLOSED
             self._state = _State.CLOSED
             self._release()
-            if was_closed and isinstance(error, asyncio.CancelledError):
+            is_cancelled = (task := asyncio.current_task()) is not None and task.cancelling() > 0
+            if was_closed and isinstance(error, asyncio.CancelledError) and not is_cancelled:
                 raise EngineClosed("the engine was closed while it started") from None
             raise
 
@@ -135,12 +138,12 @@ class Engine:
         config = self.config
         self._group = WorkerGroup(config, path, wire_version())
         ready = await self._group.wait_ready(config.start_timeout_s, _in_words(tell))
-        self.limits = _limits(ready, self._text)
+        self._limits = _limits(ready, self._text)
         scheduler = Scheduler(_scheduler_config(config), [_shape(rank) for rank in ready], epoch=self._group.epoch)
         self._core = EngineCore(scheduler, self._group.link, self._home.loop, _core_config(config), self._observers)
         self._core.on_failure = self._group.supervisor.kill
         next_seed = None if config.seed < 0 else partial(random.Random(config.seed).getrandbits, SEED_BITS)
-        self._intake = Intake(self.limits, self._text, self._executor, self._core, self._post, next_seed)
+        self._intake = Intake(self._limits, self._text, self._executor, self._core, self._post, next_seed)
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -270,6 +273,7 @@ class Engine:
         except InvalidRequest as error:
             mailbox = Mailbox(None)
             mailbox.close(error)
+            self._post_threadsafe(self._observe_refusal, error.code)
             return TokenStream(options["request_id"] or "", mailbox, _do_nothing, _do_nothing, 0)
 
     async def generate(
@@ -283,7 +287,7 @@ class Engine:
             completion.num_prompt_tokens = stream.num_prompt_tokens
             completion.num_cached_tokens = stream.num_cached_tokens
             completion.num_preemptions = stream.num_preemptions
-            completion.prompt_token_logprobs = stream.prompt_logprobs
+            completion.prompt_token_logprobs = await _whole(stream.prompt_logprobs)
             completion.attach(stream.source)
             return completion
 
@@ -318,6 +322,12 @@ class Engine:
         """Counters, gauges and histograms so far, by name; from any thread. Raises `EngineClosed` before it is open."""
         self._check_opened()
         return self._metrics.snapshot(self._core.scheduler.stats())
+
+    @property
+    def limits(self) -> ModelLimits:
+        """What the model and its caches allow. Raises `EngineClosed` before the engine is open."""
+        self._check_opened()
+        return self._limits
 
     @property
     def has_chat_template(self) -> bool:
@@ -385,6 +395,17 @@ def _on_this_loop(on_progress: Callable[[str], None] | None) -> Callable[[str], 
             call_threadsafe(loop, partial(on_progress, text))
 
     return tell
+
+
+async def _whole(logprobs: PromptLogprobs | None) -> tuple[TokenLogprob | None, ...] | None:
+    """Every entry, a few of them in a turn of the loop."""
+    if logprobs is None:
+        return None
+    entries: list[TokenLogprob | None] = []
+    for start in range(0, len(logprobs), PROMPT_LOGPROBS_A_TURN):
+        entries += logprobs[start : start + PROMPT_LOGPROBS_A_TURN]
+        await asyncio.sleep(0)
+    return tuple(entries)
 
 
 def _do_nothing() -> None:

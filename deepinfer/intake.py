@@ -30,7 +30,7 @@ from deepinfer.core import EngineCore
 from deepinfer.errors import DeepInferError, EngineClosed, EngineError, InvalidRequest
 from deepinfer.migrating import plain_prompt
 from deepinfer.request import Request
-from deepinfer.stream import Mailbox, Source
+from deepinfer.stream import Mailbox, PromptLogprobs, Source
 from deepinfer.text import TextPipeline
 from deepinfer_protocol import SamplingParams
 
@@ -164,7 +164,7 @@ class Intake:
         mailbox.source = Source(text, prompt, None if self._text is None else self._text.spell)
         mailbox.told_stop_ids = admitted.told_stop_ids
         if params.prompt_logprobs is not None and len(prompt) == 1:
-            mailbox.prompt_logprobs = (None,)
+            mailbox.prompt_logprobs = PromptLogprobs(())
         if self._text is not None:
             outputs = self._text.outputs(params, prompt, admitted.stop_strings)
             for seq, output in zip(request.samples, outputs, strict=True):
