@@ -33,11 +33,13 @@ from deepinfer.observer import Observer
 from deepinfer.rank import CacheShape
 from deepinfer.result import Completion
 from deepinfer.scheduler import Scheduler, SchedulerConfig, SchedulerStats
-from deepinfer.stream import Mailbox, PromptLogprobs, TokenLogprob, TokenStream
+from deepinfer.stream import Mailbox, PromptLogprobs, TokenChunk, TokenLogprob, TokenStream
 from deepinfer.text import TextPipeline
 from deepinfer_protocol import Ready, SamplingParams, wire_version
 
 FAKE_MODEL: Final = "fake"
+CHUNKS_AT_ONCE: Final = 256
+"""Of a stream, that become part of its completion at once."""
 PROMPT_LOGPROBS_A_TURN: Final = 128
 """Entries that are made readable in one turn of the loop: a few milliseconds."""
 
@@ -282,8 +284,13 @@ class Engine:
         """All samples of one request, whole. Takes what `stream` takes and raises what reading it raises."""
         async with self.stream(prompt, params, **options) as stream:
             completion = Completion(stream.request_id)
+            chunks: list[TokenChunk] = []
             async for chunk in stream:
-                completion.add(chunk)
+                chunks.append(chunk)
+                if len(chunks) == CHUNKS_AT_ONCE:
+                    completion.add(*chunks)
+                    chunks.clear()
+            completion.add(*chunks)
             completion.num_prompt_tokens = stream.num_prompt_tokens
             completion.num_cached_tokens = stream.num_cached_tokens
             completion.num_preemptions = stream.num_preemptions

@@ -66,12 +66,19 @@ class Completion(Struct, dict=True):
     def num_generated_tokens(self) -> int:
         return sum(len(sample.token_ids) for sample in self.samples)
 
-    def add(self, chunk: TokenChunk) -> None:
-        """One more delta."""
+    def add(self, *chunks: TokenChunk) -> None:
+        """Further deltas. A text grows once a call: many at once cost less than one by one."""
+        texts: dict[int, list[str]] = {}
+        for chunk in chunks:
+            self._add_tokens(chunk)
+            texts.setdefault(chunk.sample_index, []).append(chunk.text)
+        for index, parts in texts.items():
+            self.samples[index].text += "".join(parts)
+
+    def _add_tokens(self, chunk: TokenChunk) -> None:
         while len(self.samples) <= chunk.sample_index:
             self.samples.append(Sample())
         sample = self.samples[chunk.sample_index]
-        sample.text += chunk.text
         sample.token_ids += chunk.token_ids
         sample.finish_reason = chunk.finish_reason
         sample.stop_reason = chunk.stop_reason
