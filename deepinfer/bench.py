@@ -196,7 +196,7 @@ async def measure(engine: Engine, recorder: Recorder, load: Load) -> Report:
         requests=load.num_total,
         prompt_tokens=load.prompt_tokens,
         generated_tokens=reader.num_tokens,
-        duration_s=round(duration_s, 4),
+        duration_s=round(duration_s, 6),  # of a short load, too, the rates follow from it
         tokens_per_s=round(reader.num_tokens / duration_s, 2),
         requests_per_s=round(load.num_total / duration_s, 3),
         ttft_ms=Percentiles.of(reader.ttft_s, 1e3),
