@@ -37,7 +37,9 @@ MAX_REPETITION_PENALTY: Final = 100.0
 MAX_BAD_WORDS: Final = 1024
 MAX_TIMEOUT_S: Final = 1e9
 MAX_QUICK_IDS: Final = 1024
-"""Longer lists of tokens are made ready in a thread."""
+"""More tokens than these, in lists and bad words, are made ready in a thread."""
+MAX_QUICK_CHARACTERS: Final = 1024
+"""Of stop strings, likewise."""
 SEED_BITS: Final = 63
 MAX_SHOWN: Final = 40
 MAX_SHOWN_BITS: Final = 128  # 39 digits
@@ -115,28 +117,37 @@ def check_params(params: Any, limits: ModelLimits) -> SamplingParams:
     return params
 
 
+def freeze_params(params: SamplingParams) -> SamplingParams:
+    """Checked `params` with lists and mappings of its own: the caller's may change before they are read again."""
+    words = params.bad_words
+    return replace(
+        params,
+        logit_bias=None if params.logit_bias is None else dict(params.logit_bias),
+        allowed_token_ids=None if params.allowed_token_ids is None else array("i", params.allowed_token_ids),
+        banned_token_ids=None if params.banned_token_ids is None else array("i", params.banned_token_ids),
+        bad_words=None if words is None else [word if isinstance(word, str) else array("i", word) for word in words],
+        stop=params.stop if isinstance(params.stop, str) else tuple(params.stop or ()),
+        stop_token_ids=tuple(params.stop_token_ids or ()),
+    )
+
+
 def is_long(params: SamplingParams) -> bool:
     """Whether making it ready for the device is work that should not keep the loop: text to encode, a long list."""
-    lists = (params.allowed_token_ids, params.banned_token_ids, params.bad_words)
-    return any(ids is not None and len(ids) > MAX_QUICK_IDS for ids in lists) or any(
-        isinstance(word, str) for word in params.bad_words or ()
-    )
+    words, stops = params.bad_words or (), (params.stop,) if isinstance(params.stop, str) else params.stop or ()
+    if any(isinstance(word, str) for word in words):
+        return True
+    num_ids = sum(map(len, (params.allowed_token_ids or (), params.banned_token_ids or (), *words)))
+    num_characters = params.n * len(stops) + sum(map(len, stops))
+    return num_ids > MAX_QUICK_IDS or num_characters > MAX_QUICK_CHARACTERS
 
 
 def check_token_ids(prompt: Any, limits: ModelLimits) -> array[int]:
     """The prompt's ids as int32. Raises `InvalidRequest` for ids that the model does not have."""
     if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, (Sequence, array)):
         raise InvalidRequest("prompt", f"a {type(prompt).__name__} came, text or a sequence of token ids is expected")
-    if len(prompt) >= limits.max_length:
+    if _length("prompt", prompt) >= limits.max_length:
         raise _too_long(len(prompt), limits)
-    try:
-        ids = array("i", prompt)
-    except (TypeError, OverflowError):
-        raise InvalidRequest("prompt", f"every token id must be an integer of 0 to {limits.vocab_size - 1}") from None
-    if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
-        wrong = next(token for token in ids if not 0 <= token < limits.vocab_size)
-        raise InvalidRequest("prompt", f"token id {wrong} is not in the vocabulary of 0 to {limits.vocab_size - 1}")
-    return ids
+    return _ids("prompt", prompt, limits.vocab_size)
 
 
 def admit(
@@ -147,35 +158,36 @@ def admit(
 ) -> Admitted:
     """Checked `params` for a prompt of this many tokens. Raises `InvalidRequest`, `ContextLengthExceeded`.
 
-    `bad_words` are those of `params` as token ids.
+    `bad_words` are those of `params` as token ids. Numbers of the user's own classes become plain ones: the wire has no
+    others.
     """
     if num_prompt == 0:
         raise InvalidRequest("prompt", "is empty, at least one token is expected")
     if num_prompt >= limits.max_length:
         raise _too_long(num_prompt, limits)
-    wanted = limits.max_length if params.max_tokens is None else num_prompt + params.max_tokens
+    wanted = limits.max_length if params.max_tokens is None else num_prompt + int(params.max_tokens)
     if wanted > limits.max_length:
         raise ContextLengthExceeded(
             "max_tokens",
             f"{num_prompt} prompt tokens and {params.max_tokens} new ones make {wanted}, {limits.max_length} fit",
         )
     eos_ids = frozenset(() if params.ignore_eos else limits.eos_token_ids)
-    named_ids = frozenset(params.stop_token_ids or ())
+    named_ids = frozenset(map(int, params.stop_token_ids or ()))
     stop_ids = named_ids | eos_ids
     sampling = SlotSampling(
         temperature=float(params.temperature),
         top_p=float(params.top_p),
-        top_k=max(params.top_k, 0),
-        min_length=num_prompt + params.min_tokens if params.min_tokens else 0,
+        top_k=max(int(params.top_k), 0),
+        min_length=num_prompt + int(params.min_tokens) if params.min_tokens else 0,
         stop_ids=pack_int32(sorted(stop_ids)) if params.min_tokens else b"",
-        num_logprobs=-1 if params.logprobs is None else params.logprobs,
+        num_logprobs=-1 if params.logprobs is None else int(params.logprobs),
         num_prompt=num_prompt,
         min_p=float(params.min_p),
         shaping=_shaping(params, bad_words, stop_ids, limits.vocab_size),
     )
     samplings = [replace(sampling, seed=seed) for seed in _sample_seeds(params)]
     if params.prompt_logprobs is not None:  # the samples have one prompt: the first computes it
-        samplings[0] = replace(samplings[0], num_prompt_logprobs=params.prompt_logprobs)
+        samplings[0] = replace(samplings[0], num_prompt_logprobs=int(params.prompt_logprobs))
     return Admitted(
         max_length=wanted,
         sampling=samplings,
@@ -186,11 +198,13 @@ def admit(
 
 
 def check_request_id(request_id: Any) -> str:
-    if not isinstance(request_id, str) or not _REQUEST_ID.fullmatch(request_id):
+    """The id, as a plain string. Raises `InvalidRequest`."""
+    found = _REQUEST_ID.fullmatch(request_id) if isinstance(request_id, str) else None
+    if found is None:
         raise InvalidRequest(
             "request_id", f"{_shown(request_id)}, 1 to 128 characters of A-Z a-z 0-9 _ . : - are expected"
         )
-    return request_id
+    return found[0]
 
 
 def check_priority(priority: Any) -> int:
@@ -241,7 +255,7 @@ def _check_stop_ids(stop_ids: Any, vocab_size: int) -> None:
         return
     if isinstance(stop_ids, (str, bytes)) or not isinstance(stop_ids, Sequence):
         raise InvalidRequest(field, f"a {type(stop_ids).__name__} came, a list of token ids is expected")
-    if len(stop_ids) > MAX_STOP_IDS // 2:
+    if _length(field, stop_ids) > MAX_STOP_IDS // 2:
         raise InvalidRequest(field, f"{len(stop_ids)} ids, at most {MAX_STOP_IDS // 2} are expected")
     for token in stop_ids:
         _check_int(field, token, 0, vocab_size - 1)
@@ -272,26 +286,42 @@ def _check_token_lists(params: SamplingParams, vocab_size: int) -> None:
     for field in ("allowed_token_ids", "banned_token_ids"):
         ids = getattr(params, field)
         if ids is not None:
-            _check_ids(field, ids, vocab_size, vocab_size)
+            _check_list(field, ids, vocab_size)
+            _ids(field, ids, vocab_size)
     if params.allowed_token_ids is not None and not len(params.allowed_token_ids):
         raise InvalidRequest("allowed_token_ids", "is empty: no token could be sampled")
     if params.logit_bias is not None:
         _check_bias(params.logit_bias, vocab_size)
 
 
-def _check_ids(field: str, ids: Any, max_ids: int, vocab_size: int) -> None:
-    """A list of at most `max_ids` token ids; quick for as many as a vocabulary has."""
+def _check_list(field: str, ids: Any, max_ids: int) -> None:
+    """A list of at most `max_ids` token ids."""
     if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence | array):
         raise InvalidRequest(field, f"{_shown(ids)}, a list of token ids is expected")
-    if len(ids) > max_ids:
+    if _length(field, ids) > max_ids:
         raise InvalidRequest(field, f"{len(ids)} ids, at most {max_ids} are expected")
+
+
+def _length(field: str, items: Any) -> int:
+    """How many `items` there are. A range may have more than `len` can say."""
+    try:
+        return len(items)
+    except OverflowError:
+        raise InvalidRequest(field, f"a {type(items).__name__} of too many items came") from None
+
+
+def _ids(field: str, ids: Any, vocab_size: int) -> array[int]:
+    """`ids` as int32. A few milliseconds for as many as a vocabulary has: three passes, none of them in Python."""
     try:
         column = array("i", ids)
     except (TypeError, OverflowError):
-        raise InvalidRequest(field, f"every token id must be an integer of 0 to {vocab_size - 1}") from None
-    if column and not (min(column) >= 0 and max(column) < vocab_size):
+        column = None
+    if column is None or (not isinstance(ids, array) and bool in set(map(type, ids))):
+        raise InvalidRequest(field, f"every token id must be an integer of 0 to {vocab_size - 1}")
+    if column and max(memoryview(column).cast("B").cast("I")) >= vocab_size:  # unsigned: one below 0 is large, too
         wrong = next(token for token in column if not 0 <= token < vocab_size)
         raise InvalidRequest(field, f"token id {wrong} is not in the vocabulary of 0 to {vocab_size - 1}")
+    return column
 
 
 def _check_bias(bias: Any, vocab_size: int) -> None:
@@ -317,6 +347,7 @@ def _check_bad_words(words: Any, limits: ModelLimits) -> None:
         raise InvalidRequest(field, f"{_shown(words)}, a list of words is expected")
     if len(words) > MAX_BAD_WORDS:
         raise InvalidRequest(field, f"{len(words)} words, at most {MAX_BAD_WORDS} are expected")
+    num_ids = 0
     for word in words:
         if isinstance(word, str):
             if not 1 <= len(word) <= MAX_STOP_CHARACTERS or not word.strip():
@@ -325,9 +356,17 @@ def _check_bad_words(words: Any, limits: ModelLimits) -> None:
             if not limits.has_tokenizer:
                 raise InvalidRequest(field, "words as text need a tokenizer: give token ids")
         else:
-            _check_ids(field, word, MAX_STOP_CHARACTERS, limits.vocab_size)
+            _check_list(field, word, MAX_STOP_CHARACTERS)
+            num_ids += 1 + len(word) if len(word) != 1 else 0
+            _check_num_bad_word_ids(num_ids)
+            _ids(field, word, limits.vocab_size)
             if not len(word):
                 raise InvalidRequest(field, "a word without tokens")
+
+
+def _check_num_bad_word_ids(num_ids: int) -> None:
+    if num_ids > MAX_BAD_WORD_IDS:
+        raise InvalidRequest("bad_words", f"{num_ids} token ids and lengths, at most {MAX_BAD_WORD_IDS} are expected")
 
 
 def _shaping(
@@ -356,7 +395,7 @@ def _choices(
     where nothing is left.
     """
     banned = {int(token) for token in params.banned_token_ids or ()} | {word[0] for word in bad_words if len(word) == 1}
-    allowed = None if params.allowed_token_ids is None else set(params.allowed_token_ids) - banned
+    allowed = None if params.allowed_token_ids is None else set(map(int, params.allowed_token_ids)) - banned
     if allowed is not None and not allowed:
         raise InvalidRequest("allowed_token_ids", "every token of it is banned: no token could be sampled")
     if len(banned) >= vocab_size:
@@ -387,8 +426,7 @@ def _bits(tokens: Iterable[int], vocab_size: int) -> bytes:
 
 def _pack_words(words: Sequence[Sequence[int]]) -> bytes:
     flat = [number for word in words for number in (len(word), *word)]
-    if len(flat) > MAX_BAD_WORD_IDS:
-        raise InvalidRequest("bad_words", f"{len(flat)} token ids and lengths, at most {MAX_BAD_WORD_IDS} are expected")
+    _check_num_bad_word_ids(len(flat))
     return pack_int32(flat)
 
 
@@ -396,7 +434,7 @@ def _sample_seeds(params: SamplingParams) -> list[int]:
     """63 bits a sample: of the request's seed, or of the operating system's generator."""
     mask = 2**SEED_BITS - 1
     if params.seq_seed is not None:
-        return [(params.seq_seed + index * _SAMPLE_STRIDE) & mask for index in range(params.n)]
+        return [(int(params.seq_seed) + index * _SAMPLE_STRIDE) & mask for index in range(params.n)]
     if not params.temperature:
         return [0] * params.n
     return [random.SystemRandom().getrandbits(SEED_BITS) for _ in range(params.n)]

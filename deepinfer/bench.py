@@ -15,8 +15,11 @@ from collections.abc import Iterable, Iterator
 from math import ceil
 from typing import TYPE_CHECKING, Annotated, Final, Self
 
+import msgspec
 from msgspec import Meta, Struct
 
+from deepinfer.config import EngineConfig
+from deepinfer.errors import ConfigError
 from deepinfer.many import run_all
 from deepinfer.observer import StepReport
 from deepinfer.request import Request
@@ -45,6 +48,19 @@ class Load(Struct, frozen=True, kw_only=True):
     @property
     def num_total(self) -> int:
         return self.num_requests or max(self.num_streams, MIN_REQUESTS)
+
+
+def check_load(load: Load, config: EngineConfig) -> None:
+    """Raises `ConfigError` for figures out of their bounds: making a struct checks nothing."""
+    try:
+        msgspec.convert(msgspec.structs.asdict(load), Load)
+    except msgspec.ValidationError as error:
+        reason, _, place = str(error).partition(" - at `$.")
+        raise ConfigError(place.strip("`"), reason) from None
+    at_once = min(load.num_streams, load.num_total)
+    if not load.rate and at_once > config.max_queued_requests:
+        limit = f"max_queued_requests is {config.max_queued_requests}"
+        raise ConfigError("num_streams", f"{at_once} requests come at once, {limit}")
 
 
 class Percentiles(Struct, frozen=True):
@@ -159,7 +175,11 @@ class _Reader:
 
 
 async def measure(engine: Engine, recorder: Recorder, load: Load) -> Report:
-    """Put `load` on an engine that `recorder` observes and that nobody else uses. Raises what a stream raises."""
+    """Put `load` on an engine that `recorder` observes and that nobody else uses.
+
+    Raises `ConfigError` for a load out of its bounds, and what a stream raises.
+    """
+    check_load(load, engine.config)
     await _warm_up(engine, load)
     recorder.clear()
     reader = _Reader()
@@ -176,7 +196,7 @@ async def measure(engine: Engine, recorder: Recorder, load: Load) -> Report:
         requests=load.num_total,
         prompt_tokens=load.prompt_tokens,
         generated_tokens=reader.num_tokens,
-        duration_s=round(duration_s, 4),
+        duration_s=round(duration_s, 6),  # of a short load, too, the rates follow from it
         tokens_per_s=round(reader.num_tokens / duration_s, 2),
         requests_per_s=round(load.num_total / duration_s, 3),
         ttft_ms=Percentiles.of(reader.ttft_s, 1e3),
@@ -211,7 +231,7 @@ async def _send_all(engine: Engine, load: Load, reader: _Reader) -> None:
                 await asyncio.sleep(max(arrival_s - time.perf_counter(), 0.0))
             await reader.read(engine, prompt, params, arrival_s if load.rate else time.perf_counter())
 
-    await run_all([work() for _ in range(load.num_streams)])
+    await run_all([work() for _ in range(min(load.num_streams, load.num_total))])
 
 
 def _requests(engine: Engine, load: Load) -> Iterator[tuple[list[int], float]]:

@@ -23,9 +23,9 @@ from deepinfer.link import WorkerLink
 from deepinfer.observer import Observer, Observers, StepReport
 from deepinfer.outbox import Outbox
 from deepinfer.output import OutputText
-from deepinfer.request import FinishReason, Request, Sequence, TokenLogprobs
+from deepinfer.request import FinishReason, Request, Sequence
 from deepinfer.scheduler import Emission, Scheduler, Step
-from deepinfer.stream import Logprob, Mailbox, TokenLogprob
+from deepinfer.stream import Mailbox, PromptLogprobs, readable
 from deepinfer_protocol import AnyMessage, Fault, StepResult
 
 logger = logging.getLogger(__name__)
@@ -193,7 +193,19 @@ class EngineCore:
         inbox = self._inbox
         while inbox:
             action, argument = inbox.popleft()
-            action(argument)
+            try:
+                action(argument)
+            except Exception as error:
+                self._lose_action(argument, error)
+
+    def _lose_action(self, argument: Any, error: Exception) -> None:
+        """One action of the inbox failed: the end of the request that it was for, if it was for one, and no more."""
+        request = argument[0] if isinstance(argument, tuple) else argument
+        logger.error("an action on %s failed", getattr(request, "request_id", "no request"), exc_info=error)
+        if isinstance(request, Request):
+            if self._is_open(request):
+                self.scheduler.finish_request(request, "abort", self._clock.time())
+            self._outbox.add((request.user, EngineError(f"the request failed: {type(error).__name__}: {error}")))
 
     def _expire(self) -> None:
         now = self._clock.time()
@@ -280,7 +292,7 @@ class EngineCore:
         """When the last of them is here, the reader may see the log probabilities of its prompt."""
         mailbox: Mailbox = request.user
         if request.num_prompt_logprobs_due == 0 and mailbox.prompt_logprobs is None:
-            mailbox.prompt_logprobs = (None, *map(_readable, request.prompt_logprobs))
+            mailbox.prompt_logprobs = PromptLogprobs(request.prompt_logprobs)
 
     def _count(self, results: list[StepResult]) -> None:
         stats = self.stats
@@ -317,7 +329,7 @@ class EngineCore:
                     )
                 mailbox.num_cached_tokens = seq.request.num_cached_tokens
                 mailbox.num_preemptions = seq.request.num_preemptions
-            logprob = None if logprobs is None else _readable(logprobs)
+            logprob = None if logprobs is None else readable(logprobs)
             add((mailbox, (seq.sample_index, token, text, logprob, reason)))
             mailbox.num_pushed += 1
             if mailbox.num_pushed - mailbox.num_taken >= cap and not seq.request.is_paused:
@@ -340,8 +352,16 @@ class EngineCore:
             if output.stop is not None and reason is None:
                 self.scheduler.finish(seq, "stop", self._clock.time())
             if output.stop is not None:
+                self._correct_end(seq, reason)
                 reason = "stop"
         return (text, None) if reason is None else (text + output.flush(), reason)
+
+    def _correct_end(self, seq: Sequence, reason: FinishReason | None) -> None:
+        """A stop string was complete with the last token that its sample could have: the observers hear `stop`, too."""
+        ends = self._ended
+        if reason == "length" and ends and seq.request.num_unfinished == 0:
+            seq.finish_reason = "stop"
+            self._ended = [(request, "stop" if request is seq.request else told) for request, told in ends]
 
     def _emit_ends(self, emissions: list[Emission]) -> None:
         """Samples that end without a token of their own."""
@@ -430,8 +450,3 @@ class EngineCore:
 def _again(error: DeepInferError) -> DeepInferError:
     """`error` for one more reader: a shared one would gather every reader's frames in its traceback."""
     return type(error)(*error.args)
-
-
-def _readable(logprobs: TokenLogprobs) -> TokenLogprob:
-    pairs = [Logprob(token_id, value) for token_id, value in zip(logprobs.token_ids, logprobs.values, strict=True)]
-    return TokenLogprob(pairs[0].token_id, pairs[0].logprob, tuple(pairs[1:]), logprobs.rank)

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
-from deepinfer.admission import SEED_BITS, ModelLimits
+from deepinfer.admission import SEED_BITS, ModelLimits, check_request_id
 from deepinfer.catalog import resolve
 from deepinfer.config import EngineConfig, resolve_config
 from deepinfer.core import CoreConfig, CoreStats, EngineCore
@@ -33,11 +33,15 @@ from deepinfer.observer import Observer
 from deepinfer.rank import CacheShape
 from deepinfer.result import Completion
 from deepinfer.scheduler import Scheduler, SchedulerConfig, SchedulerStats
-from deepinfer.stream import Mailbox, TokenStream
+from deepinfer.stream import Mailbox, PromptLogprobs, TokenChunk, TokenLogprob, TokenStream
 from deepinfer.text import TextPipeline
 from deepinfer_protocol import Ready, SamplingParams, wire_version
 
 FAKE_MODEL: Final = "fake"
+CHUNKS_AT_ONCE: Final = 256
+"""Of a stream, that become part of its completion at once."""
+PROMPT_LOGPROBS_A_TURN: Final = 128
+"""Entries that are made readable in one turn of the loop: a few milliseconds."""
 
 
 class EngineStats(NamedTuple):
@@ -68,7 +72,7 @@ class Engine:
         self.config: EngineConfig = resolve_config(rename_settings(settings))
         if not self.config.model:
             raise ConfigError("model", "no model: give a name or a path, or set DEEPINFER_HF_MODEL_DIR")
-        self._metrics = EngineMetrics()
+        self._metrics = EngineMetrics(has_prefix_cache=self.config.prefix_cache)
         self._observers: list[Observer] = [self._metrics, *observers]
         self._pid = os.getpid()
         self._state = _State.NEW
@@ -107,7 +111,8 @@ class Engine:
             was_closed = self._state is _State.CLOSED
             self._state = _State.CLOSED
             self._release()
-            if was_closed and isinstance(error, asyncio.CancelledError):
+            is_cancelled = (task := asyncio.current_task()) is not None and task.cancelling() > 0
+            if was_closed and isinstance(error, asyncio.CancelledError) and not is_cancelled:
                 raise EngineClosed("the engine was closed while it started") from None
             raise
 
@@ -135,12 +140,12 @@ class Engine:
         config = self.config
         self._group = WorkerGroup(config, path, wire_version())
         ready = await self._group.wait_ready(config.start_timeout_s, _in_words(tell))
-        self.limits = _limits(ready, self._text)
+        self._limits = _limits(ready, self._text)
         scheduler = Scheduler(_scheduler_config(config), [_shape(rank) for rank in ready], epoch=self._group.epoch)
         self._core = EngineCore(scheduler, self._group.link, self._home.loop, _core_config(config), self._observers)
         self._core.on_failure = self._group.supervisor.kill
         next_seed = None if config.seed < 0 else partial(random.Random(config.seed).getrandbits, SEED_BITS)
-        self._intake = Intake(self.limits, self._text, self._executor, self._core, self._post, next_seed)
+        self._intake = Intake(self._limits, self._text, self._executor, self._core, self._post, next_seed)
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -270,6 +275,7 @@ class Engine:
         except InvalidRequest as error:
             mailbox = Mailbox(None)
             mailbox.close(error)
+            self._post_threadsafe(self._observe_refusal, error.code)
             return TokenStream(options["request_id"] or "", mailbox, _do_nothing, _do_nothing, 0)
 
     async def generate(
@@ -278,12 +284,17 @@ class Engine:
         """All samples of one request, whole. Takes what `stream` takes and raises what reading it raises."""
         async with self.stream(prompt, params, **options) as stream:
             completion = Completion(stream.request_id)
+            chunks: list[TokenChunk] = []
             async for chunk in stream:
-                completion.add(chunk)
+                chunks.append(chunk)
+                if len(chunks) == CHUNKS_AT_ONCE:
+                    completion.add(*chunks)
+                    chunks.clear()
+            completion.add(*chunks)
             completion.num_prompt_tokens = stream.num_prompt_tokens
             completion.num_cached_tokens = stream.num_cached_tokens
             completion.num_preemptions = stream.num_preemptions
-            completion.prompt_token_logprobs = stream.prompt_logprobs
+            completion.prompt_token_logprobs = await _whole(stream.prompt_logprobs)
             completion.attach(stream.source)
             return completion
 
@@ -302,9 +313,12 @@ class Engine:
         return await generate_many(self, prompts, params, progress=progress, options=options)
 
     async def abort(self, request_id: str) -> None:
-        """End the open request of this id, if there is one. Its reader gets a last chunk, `abort`."""
+        """End the open request of this id, if there is one. Its reader gets a last chunk, `abort`.
+
+        Raises `InvalidRequest` for what can be no id.
+        """
         self._check_usable()
-        self._post(self._core.abort_id, request_id)
+        self._post(self._core.abort_id, check_request_id(request_id))
 
     def stats(self) -> EngineStats:
         """A snapshot. Raises `EngineClosed` before the engine is open."""
@@ -315,6 +329,12 @@ class Engine:
         """Counters, gauges and histograms so far, by name; from any thread. Raises `EngineClosed` before it is open."""
         self._check_opened()
         return self._metrics.snapshot(self._core.scheduler.stats())
+
+    @property
+    def limits(self) -> ModelLimits:
+        """What the model and its caches allow. Raises `EngineClosed` before the engine is open."""
+        self._check_opened()
+        return self._limits
 
     @property
     def has_chat_template(self) -> bool:
@@ -382,6 +402,17 @@ def _on_this_loop(on_progress: Callable[[str], None] | None) -> Callable[[str], 
             call_threadsafe(loop, partial(on_progress, text))
 
     return tell
+
+
+async def _whole(logprobs: PromptLogprobs | None) -> tuple[TokenLogprob | None, ...] | None:
+    """Every entry, a few of them in a turn of the loop."""
+    if logprobs is None:
+        return None
+    entries: list[TokenLogprob | None] = []
+    for start in range(0, len(logprobs), PROMPT_LOGPROBS_A_TURN):
+        entries += logprobs[start : start + PROMPT_LOGPROBS_A_TURN]
+        await asyncio.sleep(0)
+    return tuple(entries)
 
 
 def _do_nothing() -> None:

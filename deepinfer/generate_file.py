@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from deepinfer.errors import DeepInferError, InvalidRequest
-from deepinfer.many import num_at_once, run_all
+from deepinfer.many import generate_in_turn, num_at_once, run_all
 from deepinfer.prompt_file import BadLine, PromptFile, PromptLine
 from deepinfer.result import Completion, Sample
 from deepinfer.result_file import ResultFile
@@ -64,31 +64,37 @@ async def generate_file(
 
 
 def _missing(prompts: PromptFile, results: ResultFile) -> Iterator[PromptLine | BadLine]:
-    return (line for line in prompts if not results.has(line.line, line.id))
+    return (line for line in prompts if not results.has(line.line, line.crc))
 
 
 async def _answer(engine: Engine, line: PromptLine | BadLine) -> dict[str, Any]:
     if isinstance(line, BadLine):
-        return _error(line.line, line.id, line.code, line.reason)
+        return _error(line, line.code, line.reason)
     try:
-        done = await engine.generate(line.prompt, line.params, messages=line.messages)
+        done = await generate_in_turn(engine, line.prompt, line.params, messages=line.messages)
     except InvalidRequest as error:
         return _refused(line, error)
     return _record(line, done)
 
 
 def _refused(line: PromptLine, error: DeepInferError) -> dict[str, Any]:
-    return _error(line.line, line.id, error.code, str(error))
+    return _error(line, error.code, str(error))
 
 
-def _error(line: int, line_id: str | int | None, code: str, message: str) -> dict[str, Any]:
-    return {"line": line, "id": line_id, "error": {"code": code, "message": message}}
+def _head(line: PromptLine | BadLine) -> dict[str, Any]:
+    return {"line": line.line, "id": line.id, "crc": line.crc}
+
+
+def _error(line: PromptLine | BadLine, code: str, message: str) -> dict[str, Any]:
+    return {**_head(line), "error": {"code": code, "message": message}}
 
 
 def _record(line: PromptLine, done: Completion) -> dict[str, Any]:
-    record: dict[str, Any] = {"line": line.line, "id": line.id, **_sample(done.samples[0])}
+    record: dict[str, Any] = {**_head(line), **_sample(done.samples[0])}
     if len(done.samples) > 1:
         record["samples"] = [_sample(sample) for sample in done.samples]
+    if done.prompt_token_logprobs is not None:
+        record["prompt_logprobs"] = [None if each is None else _logprob(each) for each in done.prompt_token_logprobs]
     return record | {
         "num_prompt_tokens": done.num_prompt_tokens,
         "num_cached_tokens": done.num_cached_tokens,
@@ -98,6 +104,8 @@ def _record(line: PromptLine, done: Completion) -> dict[str, Any]:
 
 def _sample(sample: Sample) -> dict[str, Any]:
     record: dict[str, Any] = {"text": sample.text, "token_ids": sample.token_ids, "finish_reason": sample.finish_reason}
+    if sample.stop_reason is not None:
+        record["stop_reason"] = sample.stop_reason
     if sample.logprobs is not None:
         record["logprobs"] = [_logprob(each) for each in sample.logprobs]
     return record
@@ -105,4 +113,4 @@ def _sample(sample: Sample) -> dict[str, Any]:
 
 def _logprob(each: TokenLogprob) -> dict[str, Any]:
     top = [{"token_id": other.token_id, "logprob": other.logprob} for other in each.top]
-    return {"token_id": each.token_id, "logprob": each.logprob, "top": top}
+    return {"token_id": each.token_id, "logprob": each.logprob, "rank": each.rank, "top": top}

@@ -23,13 +23,14 @@ from deepinfer.admission import (
     check_request_id,
     check_timeout,
     check_token_ids,
+    freeze_params,
     is_long,
 )
 from deepinfer.core import EngineCore
 from deepinfer.errors import DeepInferError, EngineClosed, EngineError, InvalidRequest
 from deepinfer.migrating import plain_prompt
 from deepinfer.request import Request
-from deepinfer.stream import Mailbox, Source
+from deepinfer.stream import Mailbox, PromptLogprobs, Source
 from deepinfer.text import TextPipeline
 from deepinfer_protocol import SamplingParams
 
@@ -80,7 +81,7 @@ class Intake:
         timeout_s: float | None,
     ) -> Request:
         """Check and submit. Raises `InvalidRequest`; what is found later closes the mailbox with it."""
-        check_request_id(request_id)
+        request_id = check_request_id(request_id)
         params = check_params(params, self._limits)
         now = time.monotonic()
         options: Any = {
@@ -101,7 +102,8 @@ class Intake:
         if _is_quick(prompt, messages) and not is_long(params):
             return self._submit(request_id, prompt, messages, params, options)
         if messages is None and not isinstance(prompt, str):
-            prompt = check_token_ids(prompt, self._limits)  # a copy: the caller's list may change meanwhile
+            prompt = check_token_ids(prompt, self._limits)
+        messages, params = _copied(messages), freeze_params(params)  # the caller's own may change meanwhile
         expected = min(_num_expected_tokens(prompt, messages), self._limits.max_length)
         request = Request.unencoded(request_id, params.n, expected, **options)
         self._post(self._core.submit, request)
@@ -162,10 +164,11 @@ class Intake:
         mailbox.source = Source(text, prompt, None if self._text is None else self._text.spell)
         mailbox.told_stop_ids = admitted.told_stop_ids
         if params.prompt_logprobs is not None and len(prompt) == 1:
-            mailbox.prompt_logprobs = (None,)
+            mailbox.prompt_logprobs = PromptLogprobs(())
         if self._text is not None:
-            for seq in request.samples:
-                seq.user = self._text.output(params, prompt, admitted.stop_strings)
+            outputs = self._text.outputs(params, prompt, admitted.stop_strings)
+            for seq, output in zip(request.samples, outputs, strict=True):
+                seq.user = output
 
     def _encode(self, prompt: Prompt | None, messages: Messages | None) -> tuple[str | None, array[int]]:
         """The prompt as text, if it is text, and as token ids."""
@@ -196,6 +199,21 @@ def _is_quick(prompt: Prompt | None, messages: Messages | None) -> bool:
     if len(strings) > INLINE_STRINGS or not all(isinstance(text, str) for text in strings):
         return False
     return sum(map(len, strings)) <= INLINE_CHARACTERS
+
+
+def _copied(messages: Messages | None) -> Messages | None:
+    """Messages and their lists of parts; what is no list of messages is left for the encoder's thread to refuse."""
+    if not isinstance(messages, (list, tuple)):
+        return messages
+    return [_copied_message(message) if isinstance(message, dict) else message for message in messages]
+
+
+def _copied_message(message: dict[str, Any]) -> dict[str, Any]:
+    copied = message.copy()
+    parts = copied.get("content")
+    if isinstance(parts, (list, tuple)):
+        copied["content"] = [part.copy() if isinstance(part, dict) else part for part in parts]
+    return copied
 
 
 def _num_expected_tokens(prompt: Prompt | None, messages: Messages | None) -> int:

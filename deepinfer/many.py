@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from deepinfer.errors import InvalidRequest
+from deepinfer.errors import InvalidRequest, Overloaded
 from deepinfer.progress import ProgressBar
 from deepinfer.result import Completion
 from deepinfer_protocol import SamplingParams
@@ -29,6 +29,7 @@ async def generate_many(
     """See `Engine.generate_many`."""
     if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
         raise InvalidRequest("prompts", f"a {type(prompts).__name__} came, a list of prompts is expected")
+    _check_countable(prompts)
     each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
     if len(each) != len(prompts):
         raise InvalidRequest("params", f"{len(each)} came for {len(prompts)} prompts")
@@ -46,6 +47,13 @@ async def generate_many(
     return [completion for completion in completions if completion is not None]
 
 
+def _check_countable(prompts: Sequence[Any]) -> None:
+    try:
+        len(prompts)
+    except OverflowError:
+        raise InvalidRequest("prompts", f"a {type(prompts).__name__} of too many items came") from None
+
+
 def num_at_once(engine: Engine) -> int:
     """Enough to fill every slot twice over, and never more than the queue takes."""
     config = engine.config
@@ -56,8 +64,17 @@ async def _generate_one(
     engine: Engine, prompt: Any, params: SamplingParams | None, options: dict[str, Any]
 ) -> Completion:
     if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], Mapping):
-        return await engine.generate(None, params, messages=prompt, **options)
-    return await engine.generate(prompt, params, **options)
+        return await generate_in_turn(engine, None, params, messages=prompt, **options)
+    return await generate_in_turn(engine, prompt, params, **options)
+
+
+async def generate_in_turn(engine: Engine, prompt: Any, params: SamplingParams | None, **options: Any) -> Completion:
+    """`Engine.generate`, again and again while more waits than the engine admits: long prompts, or others' requests."""
+    while True:
+        try:
+            return await engine.generate(prompt, params, **options)
+        except Overloaded as error:
+            await asyncio.sleep(error.retry_after_s)
 
 
 async def run_all(works: list[Any]) -> None:

@@ -102,7 +102,9 @@ class Metric(Struct, frozen=True):
 class EngineMetrics:
     """Counts what one core reports. Implements `Observer`; read from any thread by `snapshot`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_prefix_cache: bool = True) -> None:
+        self._has_prefix_cache = has_prefix_cache
+        self.prefix_cache_queries = 0
         self.prompt_tokens = 0
         self.prompt_tokens_cached = 0
         self.generation_tokens = 0
@@ -168,6 +170,8 @@ class EngineMetrics:
         """The first token of a request: its prompt has been computed."""
         request.first_token_s = now_s
         self.prompt_tokens += len(request.prompt)
+        if self._has_prefix_cache and not request.skips_prefix_cache and request.sampling[0].num_prompt_logprobs < 0:
+            self.prefix_cache_queries += len(request.prompt)
         self.prompt_tokens_cached += request.num_cached_tokens
         self.time_to_first_token_seconds.observe(max(now_s - request.arrival_s, 0.0))
 
@@ -196,7 +200,6 @@ class EngineMetrics:
             "num_requests_waiting": scheduler.num_waiting,
             "kv_cache_usage_perc": scheduler.num_blocks_used / scheduler.num_blocks,
             "num_preemptions": scheduler.num_preempted,
-            "prefix_cache_queries": self.prompt_tokens,
             "prefix_cache_hits": self.prompt_tokens_cached,
         }
         return {name: self._metric(name, *described, now) for name, described in _METRICS.items()}

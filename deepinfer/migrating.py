@@ -171,6 +171,18 @@ FOREIGN_SETTINGS: Final[Table] = {
     "served_model_name": Ignored("it is a server's"),
 }
 
+_HALF: Final = 'float16 is not served: dtype="bfloat16" on nvidia, dtype="fast" on cpu'
+_FILE: Final = 'load_format="auto": the format is the file\'s own'
+FOREIGN_VALUES: Final[Mapping[tuple[str, str], str]] = {
+    ("dtype", "half"): _HALF,
+    ("dtype", "float16"): _HALF,
+    ("dtype", "float"): 'dtype="float32"',
+    ("load_format", "safetensors"): _FILE,
+    ("load_format", "gguf"): _FILE,
+    ("load_format", "pt"): _FILE,
+}
+"""Values that others have for a setting of the same name, and what to give instead."""
+
 
 def rename_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """`settings` by our names. Raises `ConfigError`; names that nobody has stay."""
@@ -185,6 +197,9 @@ def rename_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
             _drop(FOREIGN_SETTINGS[name], name, value, ConfigError)
         else:
             own[name] = value
+    for (name, value), advice in FOREIGN_VALUES.items():
+        if own.get(name) == value:
+            raise ConfigError(name, f"{value!r}: {advice}")
     return own
 
 

@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from deepinfer.config import EngineConfig
+from deepinfer.errors import EngineClosed
 from deepinfer.metrics import PREFIX, Distribution, Metric
 
 _LABELS: Final = ("model_name", "engine")
@@ -40,15 +41,26 @@ class EngineCollector(Collector):
     def __init__(self, *engines: Measured) -> None:
         self._engines = engines
 
+    def describe(self) -> list[Family]:
+        """Nothing: a registry need not ask for values to take the collector in."""
+        return []
+
     def collect(self) -> Iterator[Family]:
-        """One family a metric. Raises `EngineClosed` for an engine that is not open yet."""
-        snapshots = [engine.metrics() for engine in self._engines]
-        for name in snapshots[0] if snapshots else ():
-            metrics = [snapshot[name] for snapshot in snapshots]
-            family = _family(metrics[0])
-            for index, (engine, metric) in enumerate(zip(self._engines, metrics, strict=True)):
-                _fill(family, metric, [engine.config.model, str(index)])
+        """One family a metric. An engine that is not open yet has none."""
+        snapshots = {index: snapshot for index, engine in enumerate(self._engines) if (snapshot := _read(engine))}
+        for name in next(iter(snapshots.values()), ()):
+            metrics = {index: snapshot[name] for index, snapshot in snapshots.items()}
+            family = _family(next(iter(metrics.values())))
+            for index, metric in metrics.items():
+                _fill(family, metric, [self._engines[index].config.model, str(index)])
             yield family
+
+
+def _read(engine: Measured) -> dict[str, Metric]:
+    try:
+        return engine.metrics()
+    except EngineClosed:
+        return {}
 
 
 def _family(metric: Metric) -> Family:

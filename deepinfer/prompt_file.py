@@ -12,7 +12,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
+from zlib import crc32
 
 import msgspec
 
@@ -40,6 +41,8 @@ class PromptLine(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | list[int] | None
     messages: list[dict[str, Any]] | None
     params: SamplingParams
+    crc: int
+    """Of what was asked: the line as it stands, and the defaults."""
 
 
 class BadLine(msgspec.Struct, frozen=True):
@@ -49,6 +52,7 @@ class BadLine(msgspec.Struct, frozen=True):
     id: str | int | None
     code: str
     reason: str
+    crc: int
 
 
 class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,6 +73,7 @@ class PromptFile:
         if not path.is_file():
             raise ConfigError("prompts", f"{path}: no such file")
         read_defaults(self._defaults)
+        self._crc = crc32(msgspec.json.encode(self._defaults, order="deterministic"))
 
     def __iter__(self) -> Iterator[PromptLine | BadLine]:
         """Every line that is not empty. Raises `ConfigError` when the file cannot be read."""
@@ -77,24 +82,28 @@ class PromptFile:
                 number = 0
                 while raw := file.readline(MAX_LINE_BYTES):
                     number += 1
-                    if len(raw) == MAX_LINE_BYTES:
-                        yield BadLine(number, None, InvalidRequest.code, f"is longer than {MAX_LINE_BYTES} bytes")
-                        return
-                    if raw.strip():
+                    if len(raw) == MAX_LINE_BYTES and not raw.endswith(b"\n"):
+                        reason = f"is longer than {MAX_LINE_BYTES} bytes"
+                        yield BadLine(number, None, InvalidRequest.code, reason, self._crc_of(raw))
+                        _skip_line(file)
+                    elif raw.strip():
                         yield self._read(number, raw)
         except OSError as error:
             raise ConfigError("prompts", f"{self.path} cannot be read: {error.strerror}") from None
 
+    def _crc_of(self, raw: bytes) -> int:
+        return crc32(raw.strip(), self._crc)
+
     def _read(self, number: int, raw: bytes) -> PromptLine | BadLine:
-        line_id = None
+        line_id, crc = None, self._crc_of(raw)
         try:
             content = _decode(raw)
             line_id = content.id
-            return self._line(number, content)
+            return self._line(number, content, crc)
         except DeepInferError as error:
-            return BadLine(number, line_id, error.code, str(error))
+            return BadLine(number, line_id, error.code, str(error), crc)
 
-    def _line(self, number: int, content: _Content) -> PromptLine:
+    def _line(self, number: int, content: _Content, crc: int) -> PromptLine:
         given = [content.prompt, content.prompt_token_ids, content.messages]
         if sum(each is not None for each in given) != 1:
             raise InvalidRequest("prompt", "exactly one of prompt, prompt_token_ids and messages is expected")
@@ -106,7 +115,14 @@ class PromptFile:
             prompt=content.prompt if content.prompt is not None else content.prompt_token_ids,
             messages=content.messages,
             params=check_params(read_params({**self._defaults, **content.params}), _ANY_MODEL),
+            crc=crc,
         )
+
+
+def _skip_line(file: BinaryIO) -> None:
+    """To the start of the next line, without holding this one."""
+    while (more := file.readline(MAX_LINE_BYTES)) and not more.endswith(b"\n"):
+        pass
 
 
 def _decode(raw: bytes) -> _Content:

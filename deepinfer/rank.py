@@ -17,6 +17,10 @@ from deepinfer.prefix import chain_root, extend_chain
 from deepinfer.release import DeferredRelease
 from deepinfer.request import Sequence, State
 from deepinfer_protocol import RowFlag, SlotAdmit, StepPlan, pack_int32
+from deepinfer_protocol.limits import MAX_MESSAGE_BYTES
+
+MAX_ADMITTED_BYTES: Final = MAX_MESSAGE_BYTES // 2
+"""What admissions may take of one plan, which travels as one message."""
 
 
 class CacheShape(Struct, frozen=True):
@@ -84,6 +88,7 @@ class Rank:
         self._generations = [0] * shape.num_slots
         self._retired: list[int] = []
         self._admits: list[SlotAdmit] = []
+        self._num_admitted_bytes = 0
         self._rows: list[Sequence] = []
         self._num_positions: list[int] = []
         self._flags: list[int] = []
@@ -193,6 +198,7 @@ class Rank:
         # By the flag, not by the state: admission may have preempted a row since it was planned.
         sampled = [seq for seq, flags in prefills if flags & RowFlag.SAMPLE]
         self._retired, self._admits, self._appends = [], [], []
+        self._num_admitted_bytes = 0
         for seq in rows[self._num_decodes :]:
             self.publish(seq)
         self._rows = []
@@ -215,6 +221,22 @@ class Rank:
         return columns
 
     # ---- admission
+
+    def has_room_for(self, seq: Sequence) -> bool:
+        """Has the plan under construction a position left, and space for all tokens of one more sequence?"""
+        if not self._admits:
+            return self.budget > 0
+        return self.budget > 0 and self._num_admitted_bytes + self._num_bytes(seq) <= MAX_ADMITTED_BYTES
+
+    def _num_bytes(self, seq: Sequence) -> int:
+        """What its admission takes of a plan: tokens, blocks, and what is done to its logits."""
+        num_blocks = -(-len(seq.tokens) // self.shape.block_size)
+        shaping = seq.request.sampling[seq.sample_index].shaping
+        num_bytes = 4 * (len(seq.tokens) + num_blocks)
+        if shaping is not None:
+            columns = shaping.bias_ids, shaping.bias_values, shaping.allowed_bits, shaping.bad_words
+            num_bytes += sum(map(len, columns))
+        return num_bytes
 
     def match(self, seq: Sequence) -> list[int]:
         """Blocks whose content is a prefix of the sequence's tokens; the last token is never among them."""
@@ -260,6 +282,7 @@ class Rank:
         seq.num_planned = num_cached * self.shape.block_size
         seq.move(State.PREFILL)
         self.prefill[seq] = None
+        self._num_admitted_bytes += self._num_bytes(seq)
         self._admits.append(
             SlotAdmit(
                 slot=slot,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from msgspec import Struct, field
 
 from deepinfer.request import FinishReason
-from deepinfer.stream import PromptLogprobs, Source, StopReason, TokenChunk, TokenLogprob
+from deepinfer.stream import Source, StopReason, TokenChunk, TokenLogprob
 
 
 class Sample(Struct):
@@ -40,7 +40,7 @@ class Completion(Struct, dict=True):
     """Prompt tokens that a prefix hit spared."""
     num_preemptions: int = 0
     """How often its samples gave way to others and were computed again."""
-    prompt_token_logprobs: PromptLogprobs | None = None
+    prompt_token_logprobs: tuple[TokenLogprob | None, ...] | None = None
     """One entry a token of the prompt, the first `None`, if they were asked for."""
 
     def attach(self, source: Source | None) -> None:
@@ -66,17 +66,26 @@ class Completion(Struct, dict=True):
     def num_generated_tokens(self) -> int:
         return sum(len(sample.token_ids) for sample in self.samples)
 
-    def add(self, chunk: TokenChunk) -> None:
-        """One more delta."""
+    def add(self, *chunks: TokenChunk) -> None:
+        """Further deltas. A text grows once a call: many at once cost less than one by one."""
+        texts: dict[int, list[str]] = {}
+        for chunk in chunks:
+            self._add_tokens(chunk)
+            texts.setdefault(chunk.sample_index, []).append(chunk.text)
+        for index, parts in texts.items():
+            self.samples[index].text += "".join(parts)
+
+    def _add_tokens(self, chunk: TokenChunk) -> None:
         while len(self.samples) <= chunk.sample_index:
             self.samples.append(Sample())
         sample = self.samples[chunk.sample_index]
-        sample.text += chunk.text
         sample.token_ids += chunk.token_ids
         sample.finish_reason = chunk.finish_reason
         sample.stop_reason = chunk.stop_reason
         if chunk.logprobs is not None:
-            sample.logprobs = [*(sample.logprobs or ()), *chunk.logprobs]
+            if sample.logprobs is None:
+                sample.logprobs = []
+            sample.logprobs += chunk.logprobs
 
     # ---- as vLLM's RequestOutput has it
 

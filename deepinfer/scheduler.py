@@ -299,8 +299,8 @@ class Scheduler:
                 return False
 
     def _candidates(self, seq: Sequence) -> list[tuple[Rank, list[int]]]:
-        """Ranks that can take a chunk now, the one with the least to do first; equals take turns."""
-        ranks = [rank for rank in self.ranks if rank.budget > 0]
+        """Ranks whose plan can take it now, the one with the least to do first; equals take turns."""
+        ranks = [rank for rank in self.ranks if rank.has_room_for(seq)]
         if seq.held_block_ids:
             ranks = [rank for rank in ranks if rank.index == seq.rank]
         matched = [(rank, rank.match(seq)) for rank in ranks]
@@ -326,7 +326,7 @@ class Scheduler:
         """Preempt a sequence that nobody reads, or of lower priority, unless room is on its way. Is there more now?"""
         if any(rank.release.num_slots for rank in self.ranks):
             return False
-        victims = [victim for rank in self.ranks if rank.budget > 0 and (victim := rank.worst()) is not None]
+        victims = [victim for rank in self.ranks if rank.has_room_for(seq) and (victim := rank.worst()) is not None]
         victim = max(victims, key=lambda victim: (victim.request.is_paused, victim.request.order), default=None)
         if victim is None:
             return False

@@ -32,6 +32,13 @@ class StopMatcher:
         self._first_chars = frozenset(stop[0] for stop in stops)
         self._held = ""
 
+    def fresh(self) -> StopMatcher:
+        """Another one for the same stops and another text. Shares what is computed of the stops."""
+        other = StopMatcher(())
+        other._patterns = [pattern.fresh() for pattern in self._patterns]
+        other._first_chars = self._first_chars
+        return other
+
     def push(self, text: str) -> Released:
         """Take the next piece of text. After a match the rest of the text is of no interest: push no more."""
         if not self._held and self._first_chars.isdisjoint(text):
@@ -70,6 +77,11 @@ class _Pattern:
         self._fallbacks = [0]  # for each start of `stop`: the longest shorter start that ends it
         for char in stop[1:]:
             self._fallbacks.append(self._next(self._fallbacks[-1], char))
+
+    def fresh(self) -> _Pattern:
+        other = _Pattern("")
+        other.stop, other._fallbacks = self.stop, self._fallbacks
+        return other
 
     def advance(self, char: str) -> bool:
         """Whether `char` completes the stop."""

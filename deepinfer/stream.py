@@ -12,16 +12,14 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from msgspec import Struct
 
 from deepinfer.errors import WrongLoop
-from deepinfer.request import FinishReason
+from deepinfer.request import FinishReason, TokenLogprobs
 
 StopReason = int | str | None
-PromptLogprobs = tuple["TokenLogprob | None", ...]
-"""One entry a token of the prompt; `None` for the first, which nothing comes before."""
 
 
 class Source(NamedTuple):
@@ -50,6 +48,40 @@ class TokenLogprob(NamedTuple):
     """The most probable tokens, best first."""
     rank: int = 0
     """The token's place among all tokens, by their probability: 1 is the best."""
+
+
+def readable(logprobs: TokenLogprobs) -> TokenLogprob:
+    """What came of one position, for people."""
+    pairs = [Logprob(token_id, value) for token_id, value in zip(logprobs.token_ids, logprobs.values, strict=True)]
+    return TokenLogprob(pairs[0].token_id, pairs[0].logprob, tuple(pairs[1:]), logprobs.rank)
+
+
+class PromptLogprobs(Sequence[TokenLogprob | None]):
+    """One entry a token of the prompt; `None` for the first, which nothing comes before.
+
+    An entry is made when it is looked at: all of a long prompt's at once would keep the loop.
+    """
+
+    __slots__ = ("_known",)
+
+    def __init__(self, known: Sequence[TokenLogprobs]) -> None:
+        """`known` has one entry for each token but the first."""
+        self._known = known
+
+    def __len__(self) -> int:
+        return 1 + len(self._known)
+
+    @overload
+    def __getitem__(self, place: int) -> TokenLogprob | None: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> tuple[TokenLogprob | None, ...]: ...
+
+    def __getitem__(self, place: int | slice) -> TokenLogprob | tuple[TokenLogprob | None, ...] | None:
+        places = range(len(self))[place]
+        if isinstance(places, range):
+            return tuple([self[each] for each in places])
+        return readable(self._known[places - 1]) if places else None
 
 
 class TokenChunk(Struct, frozen=True, gc=False):
@@ -232,7 +264,10 @@ class TokenStream:
             mailbox.waiter = waiter = mailbox.loop.create_future()  # type: ignore[union-attr]
             try:
                 await waiter
-            except BaseException:
+            except BaseException as error:
+                if isinstance(error, RuntimeError):  # asyncio's own word for a future of another loop
+                    mailbox.waiter = None
+                    self._check_loop()
                 del self  # or a traceback that somebody keeps (IPython, a debugger, a cycle) keeps the request running
                 raise
 

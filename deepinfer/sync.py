@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 from deepinfer.admission import ModelLimits
-from deepinfer.engine import Engine
-from deepinfer.errors import EngineClosed, ForkedEngine, InvalidRequest
+from deepinfer.engine import Engine, EngineStats
+from deepinfer.errors import EngineClosed, ForkedEngine, InvalidRequest, WrongLoop
 from deepinfer.home import OwnThread
 from deepinfer.intake import Messages, Prompt
 from deepinfer.metrics import Metric
@@ -60,6 +60,21 @@ class SyncStream:
         self._stream.abort()
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """As `TokenStream.num_prompt_tokens`."""
+        return self._stream.num_prompt_tokens
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """As `TokenStream.num_cached_tokens`."""
+        return self._stream.num_cached_tokens
+
+    @property
+    def num_preemptions(self) -> int:
+        """As `TokenStream.num_preemptions`."""
+        return self._stream.num_preemptions
+
+    @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
         """As `TokenStream.prompt_logprobs`."""
         return self._stream.prompt_logprobs
@@ -79,10 +94,12 @@ class _Session:
     def call(self, function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
         """`function(*arguments)` on the engine's loop, which is opened if it was not yet.
 
-        Raises what `Engine.open` raises, `EngineClosed` after a close.
+        Raises what `Engine.open` raises, `EngineClosed` after a close, `WrongLoop` in the engine's own thread, which
+        would wait for itself.
         """
         if os.getpid() != self._pid:
             raise ForkedEngine("this engine was made before a fork; make one in the child")
+        self._check_thread()
         return _run(self._opened(), function, *arguments)
 
     def _opened(self) -> OwnThread:
@@ -90,20 +107,25 @@ class _Session:
             if self._is_closed:
                 raise EngineClosed("the engine is not open: it was closed")
             if self._home is None:
-                home = OwnThread()
+                self._home = home = OwnThread()
                 try:
                     _run(home, self.engine.open, self._on_progress)
                 except BaseException:
-                    self._is_closed = True
+                    self._home, self._is_closed = None, True
                     _end(home, self.engine)
                     raise
-                self._home = home
             return self._home
 
+    def _check_thread(self) -> None:
+        home = self._home
+        if home is not None and home.is_here():
+            raise WrongLoop("this is the engine's own thread, which cannot wait for itself: use another one")
+
     def close(self) -> None:
-        """End every open stream, the workers and the thread. Idempotent."""
+        """End every open stream, the workers and the thread. Idempotent. Raises `WrongLoop` in that thread."""
         if os.getpid() != self._pid:
             return  # in a forked child: thread and workers are the parent's
+        self._check_thread()
         with self._lock:
             home, self._home, self._is_closed = self._home, None, True
             if home is not None:
@@ -161,9 +183,9 @@ class SyncEngine:
         self.close()
 
     def close(self) -> None:
-        """End every open stream, the workers and the thread. Idempotent."""
-        self._finalizer.detach()
+        """End every open stream, the workers and the thread. Idempotent. Raises `WrongLoop` in that thread."""
         self._session.close()
+        self._finalizer.detach()
 
     def _call(self, function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
         """`function(*arguments)` on the engine's loop."""
@@ -176,8 +198,16 @@ class SyncEngine:
 
     @property
     def limits(self) -> ModelLimits:
-        """What the model allows. Raises `AttributeError` before the engine is open."""
+        """What the model allows. Raises `EngineClosed` before the engine is open."""
         return self._engine.limits
+
+    def abort(self, request_id: str) -> None:
+        """As `Engine.abort`."""
+        self._call(self._engine.abort, request_id)
+
+    def stats(self) -> EngineStats:
+        """As `Engine.stats`."""
+        return self._engine.stats()
 
     def metrics(self) -> dict[str, Metric]:
         """As `Engine.metrics`."""
@@ -242,9 +272,11 @@ class SyncEngine:
 
 
 def _is_many(prompt: Any) -> bool:
-    """Is it a list of prompts, and not one of token ids?"""
-    if not isinstance(prompt, list | tuple) or not prompt:
+    """Is it a list of prompts, and not one of token ids? An empty one is: no token ids are no prompt."""
+    if not isinstance(prompt, list | tuple):
         return False
+    if not prompt:
+        return True
     if isinstance(prompt[0], Mapping) and "role" in prompt[0]:
         raise InvalidRequest("prompt", "messages came: chat() takes them, or messages=...")
     return isinstance(prompt[0], str | list | tuple | array | Mapping)

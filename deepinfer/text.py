@@ -52,10 +52,17 @@ class TextPipeline:
         """The model's own chat format, ready for an answer. Raises `InvalidRequest`."""
         return self._template.render(messages)
 
-    def output(self, params: SamplingParams, prompt: array[int], stops: Sequence[str]) -> OutputText | None:
-        """What turns one sample's tokens into text; `None` when nobody asked for text."""
+    def outputs(self, params: SamplingParams, prompt: array[int], stops: Sequence[str]) -> list[OutputText | None]:
+        """What turns the tokens of each sample into text; `None` when nobody asked for text."""
         if not params.detokenize:
-            return None
-        detokenizer = self._detokenizers.create(prompt, skip_special_tokens=params.skip_special_tokens)
+            return [None] * params.n
         matcher = StopMatcher(tuple(stops)) if stops else None
-        return OutputText(detokenizer, matcher, params.min_tokens, keeps_stop=params.include_stop_str_in_output)
+        return [
+            OutputText(
+                self._detokenizers.create(prompt, skip_special_tokens=params.skip_special_tokens),
+                None if matcher is None else matcher.fresh(),
+                params.min_tokens,
+                keeps_stop=params.include_stop_str_in_output,
+            )
+            for _ in range(params.n)
+        ]

@@ -9,9 +9,10 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from deepinfer.bench import Load, Percentiles, Recorder, Report, measure
+from deepinfer.bench import Load, Percentiles, Recorder, Report, check_load, measure
 from deepinfer.cli.common import Model, Settings, engine_settings, in_words, run_async, say, starting
 from deepinfer.engine import Engine
 from deepinfer.errors import ConfigError
@@ -44,6 +45,9 @@ def bench(
             )
             for num_streams in _numbers(streams)
         ]
+        config = Engine(model, **engine_settings(settings)).config
+        for load in loads:
+            check_load(load, config)
         recorder = Recorder()
         observers: list[Observer] = [recorder, *([stack.enter_context(Trace(trace))] if trace is not None else [])]
         engine = Engine(model, observers=observers, **engine_settings(settings))
@@ -84,7 +88,7 @@ def _table(reports: list[Report]) -> Table:
     first = reports[0]
     arrivals = f", {first.rate} requests/s arrive" if first.rate else ""
     table = Table(
-        title=f"{first.model}: prompts of {first.prompt_tokens} tokens{arrivals}",
+        title=f"{escape(first.model)}: prompts of {first.prompt_tokens} tokens{arrivals}",
         caption="Of times and sequences: p50 / p90 / p99.",
     )
     table.add_column("streams")

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final, TypeVar
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from deepinfer.config import explain_config
 from deepinfer.errors import ConfigError, DeepInferError, UnknownModel
@@ -64,7 +65,7 @@ def starting(*, is_silent: bool = False) -> Iterator[Callable[[str], None]]:
     """Takes what an engine says while it opens: one line that changes on a terminal, else lines, or nothing."""
     if sys.stderr is not None and sys.stderr.isatty():
         with Console(stderr=True).status("starting") as status:
-            yield status.update
+            yield lambda text: status.update(escape(text))
     else:
         yield _say_nothing if is_silent else say
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from deepinfer.cli.common import in_words, pair
@@ -31,12 +32,13 @@ def _table(settings: list[Setting]) -> Table:
     for setting in settings:
         has_argument = setting.argument is not msgspec.UNSET
         has_environment = setting.environment is not None
-        table.add_row(
+        cells = (
             _cell(setting.field, setting.argument if has_argument else None, has_argument),
             _cell(setting.variable or "-", setting.environment, has_environment and not has_argument),
             f"{_text(setting.default)}{'' if has_argument or has_environment else ' *'}",
             setting.description,
         )
+        table.add_row(*map(escape, cells))  # a path may look like markup
     return table
 
 

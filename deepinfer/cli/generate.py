@@ -26,6 +26,7 @@ from deepinfer.cli.common import (
     starting,
 )
 from deepinfer.engine import Engine
+from deepinfer.errors import ConfigError
 from deepinfer.generate_file import Totals, generate_file
 from deepinfer.progress import ProgressBar
 from deepinfer.prompt_file import BadLine, PromptFile
@@ -57,11 +58,16 @@ def generate(
         fields = sampling_fields(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seq_seed=seed)
         lines = PromptFile(prompts, fields)
         num_lines = _check(lines, skip_bad)
+        if out.exists() and out.samefile(prompts):
+            raise ConfigError("out", f"{out} is the file of the prompts")
         with ResultFile(out) as results, ExitStack() as stack:
+            num_before = sum(results.has(line.line, line.crc) for line in lines)
+            if num_before == num_lines:
+                say(f"all {num_lines} lines are in {out}")
+                return
             observers = [stack.enter_context(Trace(trace))] if trace is not None else []
-            work = _generate(
-                Engine(model, observers=observers, **engine_settings(settings)), lines, results, num_lines, skip_bad
-            )
+            engine = Engine(model, observers=observers, **engine_settings(settings))
+            work = _generate(engine, lines, results, num_lines, num_before, skip_bad)
             try:
                 run_async(work)
             except KeyboardInterrupt:
@@ -86,11 +92,9 @@ def _check(lines: PromptFile, skip_bad: bool) -> int:
     return num_lines
 
 
-async def _generate(engine: Engine, lines: PromptFile, results: ResultFile, num_lines: int, skip_bad: bool) -> None:
-    num_before = results.num_written
-    if num_before >= num_lines:
-        say(f"all {num_lines} lines are in {results.path}")
-        return
+async def _generate(
+    engine: Engine, lines: PromptFile, results: ResultFile, num_lines: int, num_before: int, skip_bad: bool
+) -> None:
     with starting() as tell:
         await engine.open(tell)
     try:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
@@ -25,12 +26,13 @@ def show(context: typer.Context) -> None:
         return
     with in_words("models"):
         config = resolve_config({})
-        table = Table(caption=f"Pulled models are kept in {config.model_cache_dir}.")
+        table = Table(caption=f"Pulled models are kept in {escape(str(config.model_cache_dir))}.")
         for column in ("name", "size", "state", "where"):
             table.add_column(column, overflow="fold")
         for model in list_models(cache_dir=config.model_cache_dir, local=config.model):
             where = "" if model.path is None or str(model.path) == model.name else str(model.path)
-            table.add_row(model.name, f"{model.size_bytes / 1e6:.0f} MB", model.state, where or model.summary)
+            cells = model.name, f"{model.size_bytes / 1e6:.0f} MB", model.state, where or model.summary
+            table.add_row(*map(escape, cells))  # a path may look like markup
         Console().print(table)
 
 

@@ -58,7 +58,7 @@ def run(
         with ExitStack() as stack:
             with starting(is_silent=not is_terminal) as tell:
                 engine = stack.enter_context(SyncEngine(model, on_progress=tell, **engine_settings(settings)))
-            chat = Chat(engine, params, system, stats)
+            chat = Chat(engine, params, system, stats, is_terminal=is_terminal)
             if is_terminal:
                 say(f"{model}. /help lists what can be typed; Ctrl-C stops an answer, Ctrl-D leaves.")
             for line in _lines(is_terminal):
@@ -71,7 +71,16 @@ def run(
 class Chat:
     """One conversation."""
 
-    def __init__(self, engine: SyncEngine, params: SamplingParams, system: str | None, has_stats: bool) -> None:
+    def __init__(
+        self,
+        engine: SyncEngine,
+        params: SamplingParams,
+        system: str | None,
+        has_stats: bool,
+        *,
+        is_terminal: bool = True,
+    ) -> None:
+        """On a terminal Ctrl-C stops an answer; elsewhere it is nobody's key, and passes through."""
         if not engine.limits.has_tokenizer:
             raise ConfigError("tokenizer", "this model has none: give one by --set tokenizer=MODEL")
         if system is not None and not engine.has_chat_template:
@@ -81,6 +90,7 @@ class Chat:
         self._start = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._start)
         self._has_stats = has_stats
+        self._is_terminal = is_terminal
         self.num_refused = 0
 
     def take(self, line: str) -> bool:
@@ -115,7 +125,7 @@ class Chat:
         self._messages.append({"role": "assistant", "content": answer})
 
     def _answer(self, request: dict[str, Any], params: SamplingParams) -> str:
-        """Show the answer as it comes; what there is of it after Ctrl-C."""
+        """Show the answer as it comes; what there is of it after Ctrl-C on a terminal."""
         parts: list[str] = []
         num_tokens, begun_s, first_s = 0, time.perf_counter(), 0.0
         try:
@@ -126,6 +136,8 @@ class Chat:
                     parts.append(chunk.text)
                     print(chunk.text, end="", flush=True)
         except KeyboardInterrupt:
+            if not self._is_terminal:
+                raise
             say(" (stopped)")
         print(flush=True)
         if self._has_stats and num_tokens:
@@ -151,5 +163,6 @@ def _lines(is_terminal: bool) -> Iterator[str]:
             else:
                 return
     except (EOFError, KeyboardInterrupt):
-        if is_terminal:
-            say("")
+        if not is_terminal:
+            raise
+        say("")

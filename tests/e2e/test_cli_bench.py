@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from deepinfer import Engine
-from deepinfer.bench import Load, Percentiles, Recorder, Report, measure
+from deepinfer import ConfigError, Engine, EngineConfig
+from deepinfer.bench import Load, Percentiles, Recorder, Report, check_load, measure
 from deepinfer.cli import app
 from doubles.command import run_command
 from doubles.reading import FAKE
@@ -43,7 +43,9 @@ def check_plausible(report: Report) -> None:
     assert report.requests_per_s == pytest.approx(report.requests / report.duration_s, rel=0.01)
     assert 0 <= report.device_idle_share <= 1
     assert 0 < report.ttft_ms.p50 <= report.e2e_ms.p99 <= 1e3 * report.duration_s + 1
-    assert 0.9 < report.step_device_ms.p50 < 1000 and report.batch_rows.p99 <= report.streams
+    assert report.duration_s >= 0.001 * report.steps, "a fake step ends a millisecond after the one before, or later"
+    assert 0 < report.step_device_ms.p50 < 1000  # less than that millisecond where the step was late to begin
+    assert report.batch_rows.p99 <= report.streams
     for value in msgspec.to_builtins(report).values():
         if isinstance(value, dict):
             assert 0 <= value["p50"] <= value["p90"] <= value["p99"]
@@ -61,6 +63,30 @@ def test_the_table_has_a_column_a_load() -> None:
 def test_what_is_no_list_of_numbers_is_refused(streams: str) -> None:
     done = CliRunner().invoke(app, [*FAST, "--streams", streams])
     assert done.exit_code == 2 and "deepinfer bench: streams: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_streams": 0}, "num_streams: Expected `int` >= 1"),
+        ({"num_streams": 10**6}, "num_streams: Expected `int` <= 65536"),
+        ({"num_streams": 1, "num_requests": -1}, "num_requests: Expected `int` >= 0"),
+        ({"num_streams": 1, "max_tokens": 0}, "max_tokens: Expected `int` >= 1"),
+        ({"num_streams": 1, "rate": -1.0}, "rate: Expected `float` >= 0"),
+        ({"num_streams": 5000}, "num_streams: 5000 requests come at once, max_queued_requests is 4096"),
+    ],
+)
+def test_a_load_out_of_its_bounds_is_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_load(Load(**fields), EngineConfig())
+    check_load(Load(num_streams=5000, num_requests=4), EngineConfig())
+
+
+def test_loads_are_checked_before_anything_starts(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    done = CliRunner().invoke(app, [*FAST, "--streams", "1,5000", "--trace", str(trace)])
+    assert done.exit_code == 2 and "deepinfer bench: num_streams: 5000 requests" in done.stderr
+    assert not trace.exists()
 
 
 @pytest.mark.usefixtures("no_tasks_left")

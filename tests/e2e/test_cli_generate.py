@@ -14,7 +14,7 @@ from deepinfer.generate_file import generate_file
 from deepinfer.prompt_file import PromptFile
 from deepinfer.result_file import ResultFile
 from doubles.command import run_command, running
-from doubles.reading import FAKE, VOCAB_SIZE, wanted
+from doubles.reading import FAKE, VOCAB_SIZE, greedy, wanted
 
 pytestmark = pytest.mark.usefixtures("runtime_home")
 
@@ -66,10 +66,20 @@ def test_every_line_is_answered_and_a_second_run_does_nothing(tmp_path: Path) ->
     check_complete(read(out), 40)
     steps = [event for event in json.loads((tmp_path / "trace.json").read_text()) if event["name"].startswith("step ")]
     assert sum(event["args"]["tokens"] for event in steps) == 240
-    before = out.read_bytes()
-    again = run_command(*generate(prompts, out))
+    before, trace = out.read_bytes(), (tmp_path / "trace.json").read_bytes()
+    again = run_command(*generate(prompts, out, "--trace", str(tmp_path / "trace.json")))
     assert again.returncode == 0 and "all 40 lines are in" in again.stderr
-    assert out.read_bytes() == before
+    assert out.read_bytes() == before and (tmp_path / "trace.json").read_bytes() == trace
+    with prompts.open("a") as file:
+        file.write('{"prompt_token_ids": [1]}\n')
+    out.write_bytes(before + before.splitlines(keepends=True)[0])  # as many lines as prompts, but not of the last
+    more = run_command(*generate(prompts, out))
+    assert more.returncode == 0 and "1 lines answered, 40 were there" in more.stderr
+    other = run_command(*generate(prompts, out, "--seed", "1"))
+    assert other.returncode == 2 and "is of another prompt or other parameters" in other.stderr
+    onto = run_command(*generate(prompts, prompts))
+    assert onto.returncode == 2 and "is the file of the prompts" in onto.stderr
+    assert len(prompts.read_bytes().splitlines()) == 41
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
@@ -85,7 +95,7 @@ def test_a_run_that_was_ended_goes_on_where_it_was(number: signal.Signals, code:
     assert 10 <= num_kept < 60
     if number == signal.SIGINT:
         assert "run again to go on" in command.written
-    out.write_bytes(kept + b'{"line": 33, "id": "p32", "te')  # as a power cut may leave it
+    out.write_bytes(kept + b'{"line":33,"id":"p32","crc"')  # as a power cut may leave it
     done = run_command(*generate(prompts, out))
     assert done.returncode == 0 and f"{60 - num_kept} lines answered, {num_kept} were there" in done.stderr
     assert out.read_bytes().startswith(kept)
@@ -131,7 +141,8 @@ async def test_what_only_the_model_refuses_names_the_line_and_keeps_what_is_fini
 
 @pytest.mark.usefixtures("no_tasks_left")
 async def test_samples_and_logprobs_are_in_the_line(tmp_path: Path) -> None:
-    prompts = write_prompts(tmp_path / "in.jsonl", 3, n=2, max_tokens=3, logprobs=1)
+    params: Record = {"max_tokens": 3, "logprobs": 1, "prompt_logprobs": 0, "stop_token_ids": [wanted(3, [1])[2]]}
+    prompts = write_prompts(tmp_path / "in.jsonl", 3, n=2, temperature=0, **params)
     async with Engine("fake", **FAKE) as engine:
         with ResultFile(tmp_path / "out.jsonl") as results:
             totals = await generate_file(engine, PromptFile(prompts), results)
@@ -140,7 +151,20 @@ async def test_samples_and_logprobs_are_in_the_line(tmp_path: Path) -> None:
         first, second = record["samples"]
         assert first["token_ids"] == record["token_ids"] and len(second["token_ids"]) == 3
         assert [each["token_id"] for each in record["logprobs"]] == record["token_ids"]
-        assert len(record["logprobs"][0]["top"]) == 1
+        assert len(record["logprobs"][0]["top"]) == 1 == record["logprobs"][0]["rank"]
+        assert record["prompt_logprobs"] == [None]
+    ended = next(record for record in read(tmp_path / "out.jsonl") if record["line"] == 1)
+    assert (ended["finish_reason"], ended["stop_reason"]) == ("stop", wanted(3, [1])[2])
+
+
+@pytest.mark.usefixtures("no_tasks_left")
+async def test_prompts_that_fill_the_queue_wait_for_their_turn(tmp_path: Path) -> None:
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text('{"prompt_token_ids": [1, 2, 3], "params": {"max_tokens": 2}}\n' * 6)
+    async with Engine("fake", max_num_seqs=1, max_queued_tokens=4, **FAKE) as engine:
+        with ResultFile(tmp_path / "out.jsonl") as results:
+            assert (await generate_file(engine, PromptFile(prompts), results)).num_done == 6
+        assert len(await engine.generate_many([[1, 2, 3]] * 4, progress=False, params=greedy(1))) == 4
 
 
 @pytest.mark.usefixtures("no_tasks_left")

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from deepinfer import Engine, EngineClosed, EngineError, Overloaded, SamplingParams, WorkerLost
+from deepinfer import Engine, EngineClosed, EngineError, InvalidRequest, Overloaded, SamplingParams, WorkerLost
 from doubles.reading import FAKE, greedy, tokens_of, wanted
 
 Settle = Callable[[Engine], Awaitable[None]]
@@ -97,7 +97,7 @@ async def test_a_lost_worker_ends_text_that_is_being_encoded_too(word_model: str
 
 MESSAGES = [
     [{"role": "x" * 2_000_000, "content": "hello"}],
-    [{"role": "user", "content": "x"}] * 40_000,
+    [{"role": "user", "content": "x"}] * 10_000,
     [{"role": "user", "content": [{"type": "text", "text": "word " * 400_000}]}],
     [{"role": "user", "content": "hello", "name": "x" * 2_000_000}],
 ]
@@ -116,7 +116,41 @@ async def test_long_messages_do_not_keep_the_loop(word_model: str, messages: lis
         assert min(taken_s) < 0.005
 
 
+async def test_what_the_caller_changes_after_the_call_changes_nothing(word_model: str, gate: threading.Event) -> None:
+    bias: dict[int, float] = {}
+    history = [{"role": "user", "content": [{"type": "text", "text": LONG}]}]
+    async with Engine("fake", tokenizer=word_model, **FAKE) as engine:
+        params = SamplingParams(temperature=0, max_tokens=5, logit_bias=bias)
+        streams = [engine.stream(LONG, params), engine.stream(messages=history, params=params)]
+        bias[5] = float("nan")
+        history[0]["content"][0]["text"] = "w5"  # type: ignore[index]
+        history.append({"role": "robot"})
+        gate.set()
+        assert await tokens_of(streams[0]) == wanted(5, [96] * 300)
+        with pytest.raises(InvalidRequest, match="no chat template"):
+            await anext(streams[1])
+
+
 # ---- errors of our own
+
+
+async def test_a_failed_action_ends_its_own_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Engine("fake", **FAKE) as engine:
+        good = engine.stream([5, 3, 8], greedy(40))
+        await anext(good)
+
+        def fail(request: object) -> None:
+            raise ArithmeticError("a bug in an action")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._core, "submit", fail)
+            bad = engine.stream([5, 3, 8], greedy(40))
+        with pytest.raises(EngineError, match="ArithmeticError: a bug in an action"):
+            await tokens_of(bad)
+        for never in ([1], None, "a b"):
+            with pytest.raises(InvalidRequest, match="request_id"):
+                await engine.abort(never)  # type: ignore[arg-type]
+        assert len(await tokens_of(good)) == 39
 
 
 async def test_text_that_cannot_be_made_ends_its_own_request_only(word_model: str) -> None:

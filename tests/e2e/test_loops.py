@@ -10,6 +10,7 @@ from typing import TypeVar
 import pytest
 
 from deepinfer import Engine, EngineClosed, SlowConsumer, TokenChunk, WrongLoop
+from deepinfer.stream import Mailbox, TokenStream
 from doubles.reading import FAKE, PROMPT, greedy, tokens_of, wanted
 
 T = TypeVar("T")
@@ -38,6 +39,16 @@ async def test_a_stream_read_on_another_loop_is_refused_at_the_first_read(engine
     with pytest.raises(WrongLoop, match="another event loop"):  # although there is something to read
         await in_a_thread(lambda: anext(stream))
     assert await tokens_of(stream) == wanted(5)
+
+
+async def test_a_reader_that_goes_to_another_loop_between_its_reads_is_refused() -> None:
+    mailbox = Mailbox(asyncio.get_running_loop())
+    stream = TokenStream("alone", mailbox, lambda: None, lambda: None, 8)
+    for token in range(2):
+        mailbox.push((0, token, "", None, None))
+        assert (await anext(stream)).token_ids == (token,)
+        with pytest.raises(WrongLoop, match="another event loop"):
+            await in_a_thread(lambda: anext(stream))
 
 
 async def test_an_engine_used_on_another_loop_refuses_at_the_first_read(engine: Engine) -> None:

@@ -37,6 +37,8 @@ async def test_what_is_no_list_of_prompts_is_refused(prompts: Any) -> None:
     async with Engine("fake", **FAKE) as engine:
         with pytest.raises(InvalidRequest, match="a list of prompts is expected") as caught:
             await engine.generate_many(prompts, greedy(1), progress=False)
+        with pytest.raises(InvalidRequest, match="prompts: a range of too many items came"):
+            await engine.generate_many(range(10**30), greedy(1), progress=False)  # type: ignore[arg-type]
     assert caught.value.field == "prompts"
 
 

@@ -33,6 +33,13 @@ async def test_a_stop_string_is_told_and_kept_where_asked(word_model: str) -> No
             assert done.prompt_logprobs[1:] == [{3: (-1.0, 1, "w3")}, {8: (-2.0, 2, "w8")}]
 
 
+async def test_a_stop_string_in_the_last_token_is_the_end_for_everybody(word_model: str) -> None:
+    async with Engine("fake", tokenizer=word_model, **FAKE) as engine:
+        done = await engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=4, stop=f"w{FREE[3]}"))
+        assert (done.finish_reason, len(done.token_ids)) == ("stop", 4)
+        assert engine.metrics()["request_success"].values == {"stop": 1}
+
+
 async def test_a_stop_token_is_told_and_its_text_kept_where_asked(word_model: str) -> None:
     async with Engine("fake", tokenizer=word_model, **FAKE) as engine:
         for keeps, text in ((False, f" {spelt(FREE[:4])}"), (True, f" {spelt(FREE[:5])}")):
@@ -60,6 +67,9 @@ async def test_log_probabilities_of_a_prompt_are_there_with_the_first_token(word
         told = stream.prompt_logprobs
         assert told is not None and told[0] is None
         assert [entry.logprob for entry in told[1:] if entry is not None] == [-1.0, -2.0, -3.0, -4.0]
+        assert len(told) == 5 and told[-1] == told[4] is not told[4], "an entry is made when it is looked at"
+        with pytest.raises(IndexError):
+            _ = told[5]
         one = await engine.generate([7], SamplingParams(max_tokens=1, prompt_logprobs=0))
         assert one.prompt_logprobs == [None]
 

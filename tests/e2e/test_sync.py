@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import msgspec
 import pytest
 
 from deepinfer import (
+    Engine,
     EngineClosed,
     InvalidRequest,
     LogprobView,
@@ -21,6 +24,7 @@ from deepinfer import (
     SyncEngine,
     SyncStream,
     UnknownModel,
+    WrongLoop,
 )
 from doubles.reading import FAKE, PROMPT, VOCAB_SIZE, greedy, wanted
 
@@ -115,6 +119,65 @@ def test_use_after_the_close_is_refused() -> None:
         engine.stream(PROMPT)
     with pytest.raises(EngineClosed, match="not open"), engine:
         pass
+
+
+def test_what_asyncio_users_have_is_here_too() -> None:
+    with SyncEngine("fake", **FAKE) as engine:
+        stream = engine.stream(PROMPT, greedy(5000), request_id="mine")
+        next(stream)
+        engine.abort("mine")
+        assert list(stream)[-1].finish_reason == "abort"
+        assert (stream.num_prompt_tokens, stream.num_cached_tokens, stream.num_preemptions) == (3, 0, 0)
+        assert engine.stats().scheduler.num_running == 0
+        assert engine.generate([]) == engine.chat([]) == []
+
+
+def test_what_only_an_open_engine_knows_is_refused_before_it_is_open() -> None:
+    engine = SyncEngine("fake", **FAKE)
+    for ask in (engine.metrics, engine.stats, lambda: engine.limits, lambda: engine.has_chat_template):
+        with pytest.raises(EngineClosed, match="not opened"):
+            ask()
+
+
+def test_a_call_from_the_engines_own_thread_is_refused() -> None:
+    """It would wait for itself: while the engine opens, and when it is open."""
+    refusals: list[str] = []
+
+    def use(line: str = "") -> None:
+        for call in (lambda: engine.generate(PROMPT, greedy(1)), engine.close):
+            try:
+                call()
+            except WrongLoop as error:
+                refusals.append(str(error))
+
+    class Telling(Engine):
+        async def open(self, on_progress: object = None) -> None:
+            use()
+            await super().open()
+
+    engine = SyncEngine("fake", **FAKE)
+    engine._session.engine.__class__ = Telling
+    with engine:
+        engine._session.call(_run, use)
+        assert len(refusals) == 4 and "own thread" in refusals[0]
+        assert engine.generate(PROMPT, greedy(3)).token_ids == wanted(3)
+
+
+def test_ctrl_c_during_the_start_is_quiet(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left that asyncio would complain of."""
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt(self: Engine, tell: object) -> None:
+        signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(0.05)
+
+    monkeypatch.setattr(Engine, "_find_model", interrupt)
+    for _ in range(5):
+        with pytest.raises(KeyboardInterrupt):
+            SyncEngine("fake", **FAKE).generate(PROMPT)
+        gc.collect()
+    assert [record.getMessage() for record in caplog.records] == []
 
 
 # ---- without `with`

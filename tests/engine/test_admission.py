@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -17,6 +17,7 @@ from deepinfer.admission import (
     check_request_id,
     check_timeout,
     check_token_ids,
+    freeze_params,
     is_long,
 )
 from deepinfer.errors import ContextLengthExceeded, InvalidRequest
@@ -267,7 +268,6 @@ def test_many_bans_travel_as_bits() -> None:
         ({"allowed_token_ids": [5], "bad_words": [[5]]}, "allowed_token_ids: every token of it is banned"),
         ({"banned_token_ids": range(1000)}, "banned_token_ids: every token is banned"),
         ({"allowed_token_ids": [2, 7], "min_tokens": 3}, "min_tokens: 3, every allowed token ends the sample"),
-        ({"bad_words": [[1] * 1000] * 9}, "bad_words: 9009 token ids and lengths, at most 8192"),
     ],
 )
 def test_what_would_leave_no_token_is_refused(fields: dict[str, Any], words: str) -> None:
@@ -294,7 +294,9 @@ def test_words_as_text_need_a_tokenizer() -> None:
 
 
 def test_long_lists_and_text_are_work_for_a_thread() -> None:
-    assert not is_long(SamplingParams(allowed_token_ids=[1, 2], bad_words=[[1, 2]]))
+    assert not is_long(SamplingParams(allowed_token_ids=[1, 2], bad_words=[[1, 2]], stop=["ab"], n=128))
+    assert is_long(SamplingParams(bad_words=[[1] * 600] * 2)) and is_long(SamplingParams(stop=["a" * 1000, "b" * 100]))
+    assert is_long(SamplingParams(stop=["ab"] * 64, n=128)) and is_long(SamplingParams(stop="a" * 1025))
     assert is_long(SamplingParams(bad_words=["x"])) and is_long(SamplingParams(banned_token_ids=range(2000)))
 
 
@@ -363,3 +365,76 @@ def _refusal_s(params: SamplingParams) -> float:
     with pytest.raises(InvalidRequest):
         check_params(params, LIMITS)
     return time.perf_counter() - started_s
+
+
+def test_numbers_and_texts_of_the_users_own_classes_become_plain_ones() -> None:
+    """The codec of the wire takes no others."""
+
+    class Number(int):
+        pass
+
+    class Name(str):
+        pass
+
+    given = SamplingParams(
+        top_k=Number(5),
+        logprobs=Number(2),
+        prompt_logprobs=Number(1),
+        min_tokens=Number(2),
+        max_tokens=Number(9),
+        seq_seed=Number(3),
+        stop_token_ids=[Number(4)],
+        allowed_token_ids=[Number(4), Number(6)],
+        n=Number(2),
+    )
+    found = admit(check_params(given, LIMITS), 10, LIMITS)
+    msgspec.msgpack.encode(found.sampling)
+    assert {type(token) for token in found.stop_ids | found.told_stop_ids} == {int} == {type(found.max_length)}
+    assert type(check_request_id(Name("abc"))) is str
+
+
+def test_a_range_that_no_list_could_hold_is_refused() -> None:
+    endless = range(10**30)
+    with pytest.raises(InvalidRequest, match="prompt: a range of too many items came"):
+        check_token_ids(endless, LIMITS)
+    for field in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
+        with pytest.raises(InvalidRequest, match=f"{field}: a range of too many items came"):
+            check_params(SamplingParams(**{field: endless}), LIMITS)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="bad_words: a range of too many"):
+        check_params(SamplingParams(bad_words=[endless]), LIMITS)
+
+
+def test_truth_is_no_token() -> None:
+    for ids in ([True], (5, False)):
+        with pytest.raises(InvalidRequest, match="prompt: every token id must be an integer"):
+            check_token_ids(ids, LIMITS)
+        with pytest.raises(InvalidRequest, match="banned_token_ids: every token id must be an integer"):
+            check_params(SamplingParams(banned_token_ids=ids), LIMITS)
+
+
+def test_too_many_bad_words_are_refused_before_all_of_them_are_read() -> None:
+    read: list[int] = []
+
+    class Watched(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            read.append(len(self))
+            return super().__iter__()
+
+    with pytest.raises(InvalidRequest, match="bad_words: 9009 token ids and lengths"):
+        check_params(SamplingParams(bad_words=[Watched([1] * 1000) for _ in range(1000)]), LIMITS)
+    assert sum(read) <= 3 * 8192
+    with pytest.raises(InvalidRequest, match="bad_words: 9009 token ids and lengths, at most 8192"):
+        admit(SamplingParams(), 10, LIMITS, [[1] * 1000] * 9)  # as texts become them
+
+
+def test_frozen_params_do_not_follow_the_callers_lists() -> None:
+    bias, stops, words, word, ids = {5: 1.0}, ["a"], ["x"], [3, 4], [7]
+    lists = {"stop": stops, "bad_words": [*words, word], "stop_token_ids": ids, "banned_token_ids": ids}
+    given = SamplingParams(logit_bias=bias, seq_seed=1, **lists)  # type: ignore[arg-type]
+    frozen = freeze_params(check_params(given, LIMITS))
+    before = admit(frozen, 10, LIMITS, [[3, 4]])
+    bias[6] = NAN
+    for changed in (stops, word, ids):
+        changed.clear()
+    assert admit(frozen, 10, LIMITS, [[3, 4]]) == before
+    assert frozen.stop == ("a",) and frozen.bad_words is not None and list(frozen.bad_words[1]) == [3, 4]

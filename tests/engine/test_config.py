@@ -78,7 +78,8 @@ def run_env(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> subprocess.Comp
 
 def test_the_command_shows_all_three(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPINFER_MAX_NUM_SEQS", "32")
-    shown = run_env(monkeypatch, "block_size=32").stdout
+    shown = run_env(monkeypatch, "block_size=32", "model=[/x] [red]y").stdout
+    assert "model=[/x] [red]y *" in shown, "it is no markup"
     assert "DEEPINFER_MAX_NUM_SEQS=32 *" in shown and "block_size=32 *" in shown and "cpu *" in shown
     assert all(name in shown for name in ENVIRONMENT_NAMES.values())
 

@@ -27,7 +27,7 @@ class Driven:
         shape = CacheShape(slots, blocks, 4)
         config = {"max_batch_tokens": 64, "prefill_chunk": 16, **config}
         self.scheduler = Scheduler(SchedulerConfig(**config), [shape] * num_ranks)
-        self.metrics = EngineMetrics()
+        self.metrics = EngineMetrics(has_prefix_cache=self.scheduler.config.prefix_cache)
         group = SimulatedGroup(self.clock, shape, num_ranks, seed=1)
         self.core = EngineCore(
             self.scheduler, group, self.clock, CoreConfig(), [self.metrics], stopwatch=self.clock.time
@@ -134,6 +134,17 @@ def test_a_prefix_hit_is_counted_in_tokens() -> None:
         driven.run()
     assert driven.value("prefix_cache_queries") == driven.value("prompt_tokens") == 42
     assert driven.value("prefix_cache_hits") == driven.value("prompt_tokens_cached") == 20
+
+
+def test_what_looks_for_no_prefix_is_no_query() -> None:
+    driven = Driven(prefix_cache=False)
+    driven.submit("r", [1, 2, 3], 2)
+    driven.run()
+    assert (driven.value("prompt_tokens"), driven.value("prefix_cache_queries")) == (3, 0)
+    driven = Driven()
+    driven.submit("r", [1, 2, 3], 2, skips_prefix_cache=True)
+    driven.run()
+    assert (driven.value("prompt_tokens"), driven.value("prefix_cache_queries")) == (3, 0)
 
 
 def test_preemptions_are_counted_and_lose_no_token() -> None:

@@ -15,6 +15,7 @@ from deepinfer.migrating import (
     FOREIGN_OPTIONS,
     FOREIGN_PARAMS,
     FOREIGN_SETTINGS,
+    FOREIGN_VALUES,
     OPTION_ALIASES,
     OWN_OPTIONS,
     PARAM_ALIASES,
@@ -155,12 +156,14 @@ def test_an_engine_takes_them() -> None:
     config = engine.config
     assert (config.model, config.max_batch_tokens, config.max_num_seqs) == ("fake", 300, 64)
     assert (config.prefix_cache, config.seed) == (False, 3)
-    for setting, words in (
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"trust_remote_code": True}, "no code from model folders is run"),
         ({"tensor_parallel_size": 2}, "num_workers adds workers"),
         ({"max_num_batched_tokens": 300, "max_batch_tokens": 400}, "it is max_batch_tokens, which has another value"),
         ({"nonsense": 1}, "there is no such setting"),
-    ):
+        *(({name: value}, re.escape(advice)) for (name, value), advice in FOREIGN_VALUES.items()),
+    ]
+    for setting, words in refused:
         with pytest.raises(ConfigError, match=words):
             Engine("fake", **setting)
 
@@ -224,6 +227,21 @@ def test_the_page_has_every_name_without_a_counterpart_and_what_to_do(table: Tab
     for name, entry in table.items():
         words = entry.reason if isinstance(entry, Ignored) else entry.advice
         assert any(f"`{name}`" in line and words in line for line in lines), (name, words)
+
+
+def test_the_page_refuses_and_ignores_no_name_that_is_in_no_table() -> None:
+    tables = [FOREIGN_PARAMS, FOREIGN_SETTINGS, FOREIGN_OPTIONS]
+    known = {(name, isinstance(entry, Ignored)) for table in tables for name, entry in table.items()}
+    is_ignored: bool | None = None
+    told: set[tuple[str, bool]] = set()
+    for line in DOCS.read_text().splitlines():
+        if line.startswith(("Refused, but", "Without effect")):
+            is_ignored = line.startswith("Without")
+        elif line and not line.startswith("|"):
+            is_ignored = None
+        elif is_ignored is not None:
+            told |= {(name, is_ignored) for name in re.findall(r"`(\w+)`", line.split("|")[1] if line else "")}
+    assert told == known
 
 
 def test_the_page_has_every_field_and_its_default() -> None:

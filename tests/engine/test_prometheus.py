@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from deepinfer import Engine, EngineClosed, InvalidRequest
+from deepinfer import Engine, InvalidRequest
 from deepinfer.prometheus import EngineCollector
 from doubles.reading import FAKE, PROMPT, VOCAB_SIZE, greedy
 
@@ -33,6 +33,8 @@ async def test_a_scrape_shows_what_was_done() -> None:
         await engine.generate_many([[index, 1, 2] for index in range(10)], greedy(6), progress=False)
         with pytest.raises(InvalidRequest):
             await engine.generate([VOCAB_SIZE])
+        with pytest.raises(InvalidRequest):
+            await engine.generate(PROMPT, lora_request="adapter")
         await engine.generate(PROMPT, greedy(1))  # behind the refusal
         found = scrape(registry)
     mine = ("fake", "0")
@@ -40,7 +42,7 @@ async def test_a_scrape_shows_what_was_done() -> None:
     assert found["deepinfer:prompt_tokens_total", mine] == 33
     assert found["deepinfer:num_requests_running", mine] == 0
     assert found["deepinfer:request_success_total", (*mine, "length")] == 11
-    assert found["deepinfer:admission_rejections_total", (*mine, "invalid_param")] == 1
+    assert found["deepinfer:admission_rejections_total", (*mine, "invalid_param")] == 2
     assert found["deepinfer:time_to_first_token_seconds_count", mine] == 11
     assert found["deepinfer:inter_token_latency_seconds_bucket", (*mine, "+Inf")] == 50
     assert found["deepinfer:iteration_tokens_total_sum", mine] == 33 + 50
@@ -68,6 +70,12 @@ async def test_two_engines_share_a_registry() -> None:
     assert found["deepinfer:generation_tokens_total", ("fake", "1")] == 5
 
 
-def test_an_engine_that_is_not_open_says_so() -> None:
-    with pytest.raises(EngineClosed, match="not opened"):
-        list(EngineCollector(Engine("fake")).collect())
+async def test_an_engine_that_is_not_open_is_left_out() -> None:
+    registry = CollectorRegistry()
+    async with Engine("fake", **FAKE) as two:
+        registry.register(EngineCollector(Engine("fake"), two))
+        registry.register(EngineCollector(Engine("fake")))
+        await two.generate(PROMPT, greedy(5))
+        found = scrape(registry)
+    assert {labels[1] for _, labels in found} == {"1"}
+    assert found["deepinfer:generation_tokens_total", ("fake", "1")] == 5

@@ -74,6 +74,27 @@ def test_what_is_no_text_is_a_bad_line(tmp_path: Path) -> None:
     assert isinstance(bad, BadLine) and isinstance(good, PromptLine)
 
 
+def test_a_line_that_is_too_long_does_not_hide_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepinfer.prompt_file.MAX_LINE_BYTES", 20)
+    fits = '{"prompt": "123456"}'
+    lines = read(tmp_path, {"prompt": "a" * 70}, {"prompt": "b"}, fits[:-3] + '"}', {"prompt": "a" * 9})
+    assert [type(line) for line in lines] == [BadLine, PromptLine, PromptLine, BadLine]
+    assert [line.line for line in lines] == [1, 2, 3, 4]
+
+
+def test_a_line_tells_its_prompt_and_its_parameters_from_others(tmp_path: Path) -> None:
+    same = [
+        read(tmp_path, {"prompt": "a"}, max_tokens=5)[0].crc,
+        read(tmp_path, '{"prompt":"a"}\n', max_tokens=5)[0].crc,
+    ]
+    others = [
+        *(line.crc for line in read(tmp_path, {"prompt": "b"}, {"prompt": "a", "params": {"n": 2}}, max_tokens=5)),
+        read(tmp_path, {"prompt": "a"}, max_tokens=6)[0].crc,
+        read(tmp_path, "{", max_tokens=5)[0].crc,
+    ]
+    assert len(set(same)) == 1 and len({*same, *others}) == 5
+
+
 def test_a_bad_line_keeps_its_id_if_it_has_one(tmp_path: Path) -> None:
     (bad,) = read(tmp_path, {"id": 7, "prompt": "a", "params": {"n": 0}})
     assert isinstance(bad, BadLine) and bad.id == 7

@@ -10,7 +10,7 @@ import pytest
 from deepinfer.errors import DuplicateRequestId, Overloaded, WorkerLost
 from deepinfer.request import Request, State
 from deepinfer.scheduler import Scheduler
-from deepinfer_protocol import SlotSampling, StepResult, pack_int32, unpack_int32
+from deepinfer_protocol import LogitShaping, SlotSampling, StepResult, pack_int32, unpack_int32
 from doubles.bench import Bench
 
 # ---- who runs when
@@ -52,6 +52,23 @@ def test_a_slot_is_taken_from_a_lower_priority_and_given_back() -> None:
     assert high.num_unfinished == 0 and all(request.num_unfinished for request in low)
     assert [request.num_preemptions for request in low] == [0, 1]  # the later one gave way
     bench.run()
+
+
+def test_a_plan_takes_no_more_admissions_than_its_message_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepinfer.rank.MAX_ADMITTED_BYTES", 1000)
+    bench = Bench(slots=8)
+    bench.add(list(range(90)), 3, n=4)
+    bench.add([1] * 400, 3, priority=-1)  # more than all of it: by itself
+    bench.add([2] * 90, 3, sampling=SlotSampling(shaping=LogitShaping(allowed_bits=bytes(600))))
+    sizes = []
+    while bench.scheduler.requests:
+        bench.send()
+        admits = bench.in_flight[-1][0].ranks[0].plan.admits
+        sizes.append([len(msgspec.msgpack.encode(admit)) for admit in admits])
+        bench.step()
+    bench.run()
+    assert max(len(each) for each in sizes) > 1
+    assert all(sum(each) < 1400 for each in sizes if len(each) > 1)
 
 
 def test_equals_wait_for_each_other() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -97,6 +98,29 @@ def test_the_first_complete_stop_wins_and_of_two_at_once_the_longest() -> None:
 
 def test_stops_of_any_script() -> None:
     assert stream(("。", "👩‍👩‍👧"), ["你好", "👩‍👩", "‍👧!"]) == ("你好", "👩‍👩‍👧")
+
+
+def test_a_fresh_matcher_has_the_same_stops_and_another_text() -> None:
+    first = StopMatcher(("abab", "b!"))
+    first.push("aba")
+    second = first.fresh()
+    assert second.push("xb") == ("x", None) and second.push("!") == ("", "b!")
+    assert first.push("b") == ("", "abab")
+
+
+def test_samples_share_what_is_computed_of_their_stops() -> None:
+    # Tables of 65,536 characters, once for 128 samples.
+    started_s = time.process_time()
+    matcher = StopMatcher(tuple(f"{index:02}" * 512 for index in range(64)))
+    once_s = time.process_time() - started_s
+    fresh_s = min(_cpu_time_of(lambda: [matcher.fresh() for _ in range(128)]) for _ in range(3))
+    assert fresh_s < 10 * once_s, (fresh_s, once_s)
+
+
+def _cpu_time_of(work: Callable[[], object]) -> float:
+    started_s = time.process_time()
+    work()
+    return time.process_time() - started_s
 
 
 def test_an_empty_stop_is_refused() -> None:
