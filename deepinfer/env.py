@@ -60,7 +60,5 @@ def worker_environment(module_folders: Iterable[str]) -> dict[str, str]:
     """This process's environment for a worker that imports from `module_folders` first."""
     environment = dict(os.environ)
     inherited = environment.get("PYTHONPATH")
-    # OpenMP threads that wait spin for milliseconds, on cores that the engine and others need: let them sleep sooner.
-    environment.setdefault("GOMP_SPINCOUNT", "4000")
     environment["PYTHONPATH"] = os.pathsep.join([*module_folders, *([inherited] if inherited else [])])
     return environment

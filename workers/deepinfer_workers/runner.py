@@ -56,7 +56,10 @@ class Runner(Protocol, Generic[BatchT]):
     """Loads a model and computes steps. One instance a process."""
 
     def load(self, report: Callable[[int, int], None]) -> Ready:
-        """Load the weights, size the caches; `report(done_bytes, total_bytes)` now and then. Raises `WorkerFault`."""
+        """Device thread: load the weights, size the caches; `report(done_bytes, total_bytes)` now and then.
+
+        Raises `WorkerFault`.
+        """
 
     @property
     def is_queued(self) -> bool:

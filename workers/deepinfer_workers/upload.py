@@ -30,7 +30,9 @@ class Parcel:
         self._shapes = [array.shape for array in arrays]
         self._arrays = arrays
         if device.type != "cpu":
-            self._pinned = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])).pin_memory()
+            packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
+            with torch.cuda.device(device):  # this thread may have another in mind
+                self._pinned = packed.pin_memory()
 
     def unpack(self) -> list[Tensor]:
         """The arrays on the device; nobody waits for the copy."""

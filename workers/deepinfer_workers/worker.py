@@ -29,6 +29,7 @@ from deepinfer_protocol import (
     MaskBatch,
     Progress,
     ProtocolError,
+    Ready,
     Shutdown,
     StepPlan,
     StepResult,
@@ -69,9 +70,9 @@ class Worker:
 
     def serve(self, runner: Runner[Any]) -> None:
         """Load, then answer plans. Raises `WorkerFault`, `ProtocolError`, or what the runner raises."""
-        self._send(runner.load(self._report))
         device = _Device(runner, self._config)
         try:
+            self._send(device.load(self._report))
             self._serve_plans(runner, device)
         finally:
             device.close()
@@ -152,12 +153,21 @@ class _Device:
         self._launched: SimpleQueue[tuple[_Job, PendingStep] | None] = SimpleQueue()
         self._frames: deque[bytes] = deque()
         self._error: BaseException | None = None
-        targets = [self._launch_all, self._collect_all] if runner.is_queued else [self._compute_all]
-        self._threads = [
-            threading.Thread(target=self._guard, args=(target,), name="device", daemon=True) for target in targets
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._loaded: SimpleQueue[Ready | BaseException] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def load(self, report: Callable[[int, int], None]) -> Ready:
+        """Load on the thread that will compute, and leave it waiting for steps. Raises what the runner raises.
+
+        Libraries keep what they need by thread: a second one that computes would share the cores with the first one's
+        team of helpers (OpenMP then lets both sleep after every loop), and have CUDA handles of its own. The host
+        thread waits, so `report` may use what is the host's.
+        """
+        self._start(partial(self._load_and_run, report))
+        loaded = self._loaded.get()
+        if isinstance(loaded, BaseException):
+            raise loaded
+        return loaded
 
     def put(self, job: _Job) -> None:
         self._jobs.put(job)
@@ -189,6 +199,25 @@ class _Device:
         while self._frames:
             frames.append(self._frames.popleft())
         return frames
+
+    def _start(self, target: Callable[[], None]) -> None:
+        thread = threading.Thread(target=self._guard, args=(target,), name="device", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _load_and_run(self, report: Callable[[int, int], None]) -> None:
+        try:
+            ready = self._runner.load(report)
+        except BaseException as error:
+            self._loaded.put(error)
+            return
+        if self._runner.is_queued:
+            self._start(self._collect_all)
+        self._loaded.put(ready)
+        if self._runner.is_queued:
+            self._launch_all()
+        else:
+            self._compute_all()
 
     def _guard(self, target: Callable[[], None]) -> None:
         try:
