@@ -36,7 +36,13 @@ def missing_for_half() -> str:
 def has_bf16_products() -> bool:
     """The CPU multiplies bfloat16 in hardware, and torch lets oneDNN do it."""
     is_supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)  # torch has no public name for it
-    return is_supported is not None and bool(is_supported()) and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    if is_supported is None or not is_supported() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return False
+    try:
+        _pack_bf16(torch.zeros(TILE_ROWS, TILE_ROWS))
+    except RuntimeError:  # oneDNN is held to less than the CPU can do
+        return False
+    return True
 
 
 def pack_fp16(weight: Tensor, *, batch_invariant: bool) -> LinearWeight:
