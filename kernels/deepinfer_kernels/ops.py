@@ -116,22 +116,21 @@ def _fast_ops(exact: Ops) -> Ops:
     if reason:
         return replace(exact, arithmetic=f"float32, since {reason}")
     has_bf16 = half.has_bf16_products()
-    pack = half.pack_bf16 if has_bf16 else half.pack_fp16
     products = "bf16 products, fp16 head" if has_bf16 else "fp16 weights"
+    try:
+        native, lacking = NativeOps(torch.bfloat16 if has_bf16 else torch.float32), ""
+    except NotNative as missing:
+        native, lacking = None, f"; not native: {missing}"
+    pack = partial(half.pack_bf16, keeps_bf16=native is not None) if has_bf16 else half.pack_fp16
     fast = replace(
         exact,
-        arithmetic=f"fast ({products})",
+        arithmetic=f"fast ({products}{lacking})",
         row_multiple=1,
         pack_linear=partial(pack, batch_invariant=exact.is_batch_invariant),
         pack_project=partial(half.pack_fp16, batch_invariant=exact.is_batch_invariant),
     )
-    try:
-        native = NativeOps(torch.bfloat16 if has_bf16 else torch.float32)
-    except NotNative as missing:
-        return replace(fast, arithmetic=f"fast ({products}; not native: {missing})")
-    if has_bf16:
-        keep = partial(half.pack_bf16, batch_invariant=exact.is_batch_invariant, keeps_bf16=True)
-        fast = replace(fast, pack_linear=keep)
+    if native is None:
+        return fast
     return replace(
         fast,
         arithmetic=f"fast ({products}, native)",

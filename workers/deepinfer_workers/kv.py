@@ -5,12 +5,12 @@ Legend: `N` layers, `K` kv heads, `D` head dim, `P` positions a block.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-TILE: Final = 16
+from deepinfer_kernels import KEY_LANES
 
 
 class CacheShape(NamedTuple):
@@ -30,10 +30,8 @@ class PagedKVCache:
     """`num_blocks` blocks and a null block behind them, where padding writes."""
 
     def __init__(self, shape: CacheShape, num_blocks: int, block_size: int, device: torch.device) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        # Rounded up: a backend may keep keys in tiles of so many positions.
-        num_positions = -(-(num_blocks + 1) * block_size // TILE) * TILE
+        # Rounded up: the compiled operations keep keys in tiles of so many positions.
+        num_positions = -(-(num_blocks + 1) * block_size // KEY_LANES) * KEY_LANES
         # Heads outermost, so that a gather of keys comes out as the batch of matrices that attention multiplies.
         self._store = torch.zeros(
             shape.num_layers, 2, shape.num_kv_heads, num_positions, shape.head_dim, dtype=shape.dtype, device=device
