@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from deepinfer_workers.checkpoint import bad_file, unsupported
+from deepinfer_workers.runner import WorkerFault
 
 MAX_SIZE: Final = 1 << 24
 """More than any size of a real model, the rows of an n-gram table apart."""
-_REQUIRED: Final = object()
+REQUIRED: Final = object()
+"""As a default: the key has to be there."""
 
 
 class Fields:
@@ -31,25 +33,35 @@ class Fields:
     def has(self, key: str) -> bool:
         return self._find(key) is not None
 
-    def size(self, key: str, default: Any = _REQUIRED, low: int = 1, high: int = MAX_SIZE) -> int:
+    def know(self, *keys: str) -> None:
+        """They mean something, also where nothing reads them."""
+        self._known.update(map(self._spelled, keys))
+
+    def size(self, key: str, default: Any = REQUIRED, low: int = 1, high: int = MAX_SIZE) -> int:
         value = self._get(key, default)
         if type(value) is not int or not low <= value <= high:
-            raise bad_file(self._name, f"{self._spelled(key)}: a number from {low} to {high} expected, {value!r} came")
+            raise self.bad(key, f"a number from {low} to {high} expected, {value!r} came")
         return value
 
-    def sizes(self, key: str, default: Any = _REQUIRED, low: int = 0, high: int = MAX_SIZE) -> tuple[int, ...]:
+    def ascending(self, key: str, high: int) -> tuple[int, ...]:
+        """A list of numbers from 0 to `high`, each above the one before."""
+        values = self.sizes(key, high=high)
+        if list(values) != sorted(set(values)):
+            raise self.bad(key, f"numbers in ascending order were expected, {list(values)} came")
+        return values
+
+    def sizes(self, key: str, default: Any = REQUIRED, low: int = 0, high: int = MAX_SIZE) -> tuple[int, ...]:
         """A list of numbers."""
         values = self._get(key, default)
         is_list = isinstance(values, list | tuple)
         if not is_list or not all(type(value) is int and low <= value <= high for value in values):
-            text = f"{self._spelled(key)}: a list of numbers from {low} to {high} expected, {values!r} came"
-            raise bad_file(self._name, text)
+            raise self.bad(key, f"a list of numbers from {low} to {high} expected, {values!r} came")
         return tuple(values)
 
-    def number(self, key: str, default: Any = _REQUIRED) -> float:
+    def number(self, key: str, default: Any = REQUIRED) -> float:
         value = self._get(key, default)
         if type(value) not in (int, float) or not 0.0 < value < 1e12:
-            raise bad_file(self._name, f"{self._spelled(key)}: a positive number was expected, {value!r} came")
+            raise self.bad(key, f"a positive number was expected, {value!r} came")
         return float(value)
 
     def child(self, key: str, spelling: Mapping[str, str] | None = None) -> Fields | None:
@@ -58,7 +70,7 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise bad_file(self._name, f"{self._spelled(key)}: an object was expected, {value!r} came")
+            raise self.bad(key, f"an object was expected, {value!r} came")
         return Fields(f"{self._name}: {self._spelled(key)}", value, spelling=spelling)
 
     def refuse_unless(self, key: str, *allowed: Any) -> None:
@@ -73,10 +85,14 @@ class Fields:
             if self._fields[key] is not None:
                 raise unsupported(self._name, f"{key} = {self._fields[key]!r} is not understood")
 
+    def bad(self, key: str, text: str) -> WorkerFault:
+        """What `key` says does not fit; `text` says what was expected and what came."""
+        return bad_file(self._name, f"{self._spelled(key)}: {text}")
+
     def _get(self, key: str, default: Any) -> Any:
         value = self._find(key)
         if value is None:
-            if default is _REQUIRED:
+            if default is REQUIRED:
                 raise bad_file(self._name, f"{self._spelled(key)} was expected and is missing")
             return default
         return value
@@ -91,5 +107,6 @@ class Fields:
 
 
 def _is_same(value: Any, known: Any) -> bool:
-    """1 is 1.0, and no True."""
-    return bool(value == known) and isinstance(value, bool) == isinstance(known, bool)
+    """1 is 1.0, and no True; an array, as GGUF has them, is nothing."""
+    is_plain = isinstance(value, str | int | float | list)
+    return is_plain and value == known and isinstance(value, bool) == isinstance(known, bool)
