@@ -69,7 +69,7 @@ def check_tensors(folder: SafetensorsFolder, specs: Mapping[str, TensorSpec]) ->
         raise bad_file(INDEX, f"total_size: {total} bytes of tensors were expected, {folder.announced_bytes} came")
 
 
-class RankWeights:
+class RankTensors:
     """The tensors of one rank. All of the checkpoint fits its config, once constructed."""
 
     def __init__(
