@@ -223,7 +223,7 @@ def test_what_an_earlier_owner_left_in_a_block_has_no_effect(driver: Driver) -> 
     tokens = random_tokens(20, seed=8)
     expected = run_alone(driver, tokens, [20], 3)
     with torch.inference_mode():
-        driver.runner._cache._store.fill_(float("nan"))
+        driver.runner._model._cache._store.fill_(float("nan"))
     assert run_alone(driver, tokens, [20], 3) == expected
 
 
