@@ -20,6 +20,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from doubles.choices import margin
+
 pytest.importorskip("nemo_automodel", reason="the oracle of DeepSeek-V4.1 needs nemo-automodel")
 with warnings.catch_warnings():  # its imports warn of their own uses of torch
     warnings.simplefilter("ignore")
@@ -212,7 +214,7 @@ class NemoV41:
             for index in range(config["num_hidden_layers"]):
                 cached.clear()
                 layer, given = model.layers[str(index)], (streams, pre, state)
-                with _watched(layer) as margins:
+                with _watched(layer, cached) as margins:
                     streams, pre, state = self._layer(index, tokens, *given)
                 layers.append(Layer(given[0][0], given[1][0], given[2], state, cached.copy(), *margins()))
             logits = self.model.lm_head(model.norm(model.layers["0"].attn_hc.collapse(streams, pre)).float())
@@ -289,12 +291,12 @@ def _quantization(on: bool, cached: list[Cached]) -> Iterator[None]:
 
 
 @contextmanager
-def _watched(layer: Any) -> Iterator[Any]:
+def _watched(layer: Any, cached: list[Cached]) -> Iterator[Any]:
     """Records how close the choices of a layer were: a callable that gives (gate margin, index margin)."""
     margins = {"gate": float("inf"), "index": float("inf")}
     handles = [layer.ffn.gate.register_forward_hook(_gate_hook(margins))]
     if layer.attn.indexer is not None:
-        handles.append(layer.attn.indexer.register_forward_hook(_indexer_hook(margins), with_kwargs=True))
+        handles.append(layer.attn.indexer.register_forward_hook(_indexer_hook(margins, cached), with_kwargs=True))
     try:
         yield lambda: (margins["gate"], margins["index"])
     finally:
@@ -306,49 +308,40 @@ def _gate_hook(margins: dict[str, float]) -> Any:
     def hook(gate: Any, given: Any, _made: Any) -> None:
         scores = torch.nn.functional.linear(given[0].float(), gate.weight.float())
         scores = torch.nn.functional.softplus(scores).sqrt() + gate.e_score_correction_bias
-        margins["gate"] = _margin(scores, gate.topk)
+        margins["gate"] = margin(scores, gate.topk)
 
     return hook
 
 
-def _indexer_hook(margins: dict[str, float]) -> Any:
+def _indexer_hook(margins: dict[str, float], cached: list[Cached]) -> Any:
     def hook(indexer: Any, given: Any, options: Any, made: Any) -> None:
         if made.index_keys.shape[1] == 0:
             return
-        scores = _index_scores(indexer, given[0], options, made)
+        scores = _index_scores(indexer, given[0], cached[-1].rows, options["position_ids"], made)
         if indexer.is_candidate_source:
             blocks = _block_scores(scores, indexer.candidate_block_size)
-            margins["index"] = _margin(blocks, indexer.candidate_topk_blocks)
+            margins["index"] = margin(blocks, indexer.candidate_topk_blocks)
         elif indexer.uses_candidates:
             scores = scores.masked_fill(~made.candidates, -torch.inf)
-        margins["index"] = min(margins["index"], _margin(scores, indexer.topk))
+        margins["index"] = min(margins["index"], margin(scores, indexer.topk))
 
     return hook
 
 
 def _block_scores(scores: torch.Tensor, size: int) -> torch.Tensor:
     """The best of every `size` rows; the newest visible block comes before all."""
-    blocks = torch.nn.functional.pad(scores, (0, -scores.shape[-1] % size), value=-torch.inf)
-    blocks = blocks.unflatten(-1, (-1, size)).amax(-1)
+    padded: torch.Tensor = torch.nn.functional.pad(scores, (0, -scores.shape[-1] % size), value=-torch.inf)
+    blocks = padded.unflatten(-1, (-1, size)).amax(-1)
     newest = (scores.isfinite().sum(-1, keepdim=True) - 1) // size
     return blocks.masked_fill(torch.arange(blocks.shape[-1]) == newest, torch.finfo(scores.dtype).max)
 
 
-def _index_scores(indexer: Any, hidden: torch.Tensor, options: Mapping[str, Any], made: Any) -> torch.Tensor:
-    """[1, tokens, rows], by the oracle's own parts; -inf where the row is not visible."""
-    queries = indexer.wq_b(options["query_latent"]).unflatten(-1, (indexer.num_heads, indexer.head_dim))
-    queries = nemo_attention._apply_rope(queries, options["angles"])
-    queries = nemo_attention.quantize_cache(queries, format="mxfp4", block_size=32)
-    scores = torch.einsum("bshd,btd->bsht", queries, made.index_keys).relu()
+def _index_scores(
+    indexer: Any, hidden: torch.Tensor, queries: torch.Tensor, positions: torch.Tensor, made: Any
+) -> torch.Tensor:
+    """[1, tokens, rows]; -inf where the row is not visible."""
     weights: torch.Tensor = indexer.weights_proj(hidden) * (indexer.head_dim**-0.5 * indexer.num_heads**-0.5)
-    visible = torch.arange(scores.shape[-1]) < ((options["position_ids"] + 1) // made.compression_ratio)[..., None]
-    return (scores * weights[..., None]).sum(2).masked_fill(~visible, -torch.inf)
-
-
-def _margin(scores: torch.Tensor, count: int) -> float:
-    """Between the last that `count` takes of the last dim and the first that it leaves; inf where it takes all."""
-    if scores.shape[-1] <= count:
-        return float("inf")
-    best = scores.topk(count + 1, dim=-1).values
-    gaps = best[..., -2] - best[..., -1]
-    return float(gaps[gaps.isfinite()].min()) if bool(gaps.isfinite().any()) else float("inf")
+    scores = torch.einsum("bshd,btd->bsht", queries, made.index_keys).relu()
+    scores = torch.einsum("bsht,bsh->bst", scores, weights)
+    visible = torch.arange(scores.shape[-1]) < ((positions + 1) // made.compression_ratio)[..., None]
+    return scores.masked_fill(~visible, -torch.inf)
