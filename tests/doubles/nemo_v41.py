@@ -330,8 +330,8 @@ def _indexer_hook(margins: dict[str, float], cached: list[Cached]) -> Any:
 
 def _block_scores(scores: torch.Tensor, size: int) -> torch.Tensor:
     """The best of every `size` rows; the newest visible block comes before all."""
-    padded: torch.Tensor = torch.nn.functional.pad(scores, (0, -scores.shape[-1] % size), value=-torch.inf)
-    blocks = padded.unflatten(-1, (-1, size)).amax(-1)
+    padded = torch.nn.functional.pad(scores, (0, -scores.shape[-1] % size), value=-torch.inf)
+    blocks: torch.Tensor = padded.unflatten(-1, (-1, size)).amax(-1)
     newest = (scores.isfinite().sum(-1, keepdim=True) - 1) // size
     return blocks.masked_fill(torch.arange(blocks.shape[-1]) == newest, torch.finfo(scores.dtype).max)
 
