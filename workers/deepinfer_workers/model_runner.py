@@ -229,7 +229,9 @@ class ModelRunner:
             block_size=config.block_size,
             block_bytes=self._model.cache_shape.position_bytes * config.block_size,
             slot_bytes=slot_bytes(self._limits.max_len, config.block_size),
-            replay_tokens=0,
+            global_bytes_per_token=self._model.cache_shape.position_bytes,
+            bounded_replay_tokens=0,
+            exact_replay_tokens=0,
             weights_version=checkpoint.version,
             device=_describe(ops, self._graphs),
         )
