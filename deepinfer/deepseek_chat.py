@@ -1,8 +1,8 @@
 """Messages to a prompt for DeepSeek-V4.1 and V4 models, by DeepSeek's own `deepseek-recipe`.
 
 These models come without a chat template. Text in messages never becomes a special token, however it is spelt: the
-recipe encodes it with the bare vocabulary, and puts the special ids where its own rendering has them. (The marks of
-grounding, `<｜ref｜>` and the like, are an exception in what an assistant said: they are how the model itself says them.)
+recipe encodes it with the bare vocabulary, and puts the special ids where its own rendering has them. (Marks of
+grounding, `<｜ref｜>` and the like, are an exception in what an assistant said: the model itself says them so.)
 Knows nothing of requests' lives, and nothing of sampling: what the recipe would make of temperatures and limits is a
 server's business.
 The recipe is imported when such a model is opened, and not before.
