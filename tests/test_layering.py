@@ -37,6 +37,7 @@ LAYERS: Final = {
         frozenset({"deepinfer_protocol"}),
         frozenset(
             {
+                "deepseek_recipe",
                 "huggingface_hub",
                 "jinja2",
                 "msgspec",
