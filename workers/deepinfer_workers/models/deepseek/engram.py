@@ -42,14 +42,16 @@ class Engram:
         gate = self._gate(streams, key.unflatten(-1, (num_streams, width)))  # [T, S]
         if is_image is not None:
             gate = gate.masked_fill(is_image[:, None], 0.0)
-        return streams + gate[:, :, None] * value[:, None]
+        added: Tensor = gate[:, :, None] * value[:, None]  # [T, S, C]
+        return streams + added
 
     def _gate(self, streams: Tensor, key: Tensor) -> Tensor:
         """How alike stream and key are, between 0 and 1: `streams`, `key` [T, S, C] to [T, S]."""
         norm = _root_mean_square(streams, self.eps) * _root_mean_square(key, self.eps)  # [T, S]
         dot = (streams * self.query_key_weight * key).sum(-1) / norm * streams.shape[-1] ** -0.5  # [T, S]
         root = dot.sign() * dot.abs().clamp_min(_LEAST_DOT).sqrt()
-        return 1.0 / (1.0 + torch.exp(-root))  # torch's own sigmoid rounds differently in a vector and behind it
+        gate: Tensor = 1.0 / (1.0 + torch.exp(-root))  # torch's own sigmoid rounds otherwise in a vector's tail
+        return gate
 
 
 def _root_mean_square(x: Tensor, eps: float) -> Tensor:

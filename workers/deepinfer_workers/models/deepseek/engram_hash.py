@@ -78,7 +78,7 @@ class EngramHash:
         if num_rows != config.table_rows[index]:
             text = f"the primes of layer {layer} sum up to {num_rows}, {config.table_rows[index]} came"
             raise bad_file("config.json", f"engram_num_embeddings: {text}")
-        self._offsets = np.cumsum(self._primes) - self._primes.ravel()  # [(N - 1) * H]
+        self._offsets: Ints = np.cumsum(self._primes) - self._primes.ravel()  # [(N - 1) * H]
         self._multipliers = _multipliers(config, layer)  # [N]
         self._pad = compressed[config.pad_id]
         self._compressed = compressed.copy()
@@ -92,9 +92,10 @@ class EngramHash:
         """
         ids = np.where(tokens == NO_TOKEN, NO_TOKEN, self._compressed[tokens])  # [T, N]
         ids[np.logical_or.accumulate(ids == NO_TOKEN, axis=1)] = self._pad
-        # int64 wraps around, as it should; the first column is of one token alone, which no table is for.
+        # The first column is of one token alone: no table is for it.
         mixed = np.bitwise_xor.accumulate(ids * self._multipliers, axis=1)[:, 1:, None]  # [T, N - 1, 1]
-        return (mixed % self._primes).reshape(len(tokens), self._offsets.size) + self._offsets
+        buckets: Ints = mixed % self._primes  # [T, N - 1, H]
+        return buckets.reshape(len(tokens), self._offsets.size) + self._offsets
 
 
 def _normalizer() -> normalizers.Normalizer:
@@ -112,12 +113,11 @@ def _normalizer() -> normalizers.Normalizer:
     )
 
 
-def _key(backend: Tokenizer, normalizer: normalizers.Normalizer, token_id: int) -> str | None:
+def _key(backend: Tokenizer, normalizer: normalizers.Normalizer, token_id: int) -> str:
     """What tokens share that count as one."""
     text: str = backend.decode([token_id], skip_special_tokens=False)
     if _UNDECODABLE in text:  # a piece of a character
-        token: str | None = backend.id_to_token(token_id)
-        return token
+        return backend.id_to_token(token_id) or text
     return normalizer.normalize_str(text) or text
 
 

@@ -30,11 +30,8 @@ class EngramRows(NamedTuple):
 
     def dequantize(self) -> Tensor:
         """Those of a position side by side, [T, R * D] float32."""
-        num_positions, num_rows, width = self.codes.shape
-        if self.scales is None:
-            return self.codes.float().reshape(num_positions, num_rows * width)
-        values = dequantize_fp8_rows(self.codes.flatten(0, 1), self.scales.flatten(0, 1))  # [T * R, D]
-        return values.reshape(num_positions, num_rows * width)
+        values = self.codes.float() if self.scales is None else dequantize_fp8_rows(self.codes, self.scales)
+        return values.flatten(1)
 
 
 class EngramTable:
