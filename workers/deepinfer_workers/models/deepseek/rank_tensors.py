@@ -6,7 +6,7 @@ encoder are left out where they are not served. Computes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -70,34 +70,43 @@ def check_tensors(folder: SafetensorsFolder, specs: Mapping[str, TensorSpec]) ->
 
 
 class RankTensors:
-    """The tensors of one rank, by name. The whole checkpoint fits its config, once constructed."""
+    """The tensors of one rank. All of the checkpoint fits its config, once constructed."""
 
     def __init__(
         self,
         folder: SafetensorsFolder,
         config: DeepseekConfig,
+        report: Callable[[int, int], None],
+        *,
         num_ranks: int = 1,
         rank: int = 0,
-        *,
         has_drafts: bool = False,
         has_vision: bool = False,
     ) -> None:
-        """Of expert-parallel rank `rank` of `num_ranks`. Raises `WorkerFault`."""
+        """`report(done_bytes, total_bytes)` is called as tensors are taken. Raises `WorkerFault`."""
         specs = expected_tensors(config)
         check_tensors(folder, specs)
         self.experts = experts_of_rank(config.num_experts, num_ranks, rank)
-        self.specs = tensors_of_rank(config, specs, num_ranks, rank, has_drafts=has_drafts, has_vision=has_vision)
         self._folder = folder
+        self._specs = tensors_of_rank(config, specs, num_ranks, rank, has_drafts=has_drafts, has_vision=has_vision)
+        self._report = report
+        self._done_bytes = 0
+        self.total_bytes = sum(self._num_bytes(name) for name in self._specs)
 
-    @property
-    def total_bytes(self) -> int:
-        """What there is to read; n-gram tables are not, they stay in their files."""
-        return sum(self._folder.tensors[name].num_bytes for name, spec in self.specs.items() if not spec.is_table)
+    def __contains__(self, name: str) -> bool:
+        return name in self._specs
 
-    def stored(self, name: str) -> Tensor:
-        """The tensor as `SafetensorsFolder.stored` gives it. What other ranks have is not given."""
-        assert name in self.specs, name
-        return self._folder.stored(name)
+    def take(self, name: str) -> Tensor:
+        """The tensor as stored, a view of the mapped file: to be copied or computed from, and not to be written to."""
+        assert name in self._specs, name
+        tensor = self._folder.stored(name)
+        self._done_bytes += self._num_bytes(name)
+        self._report(self._done_bytes, self.total_bytes)
+        return tensor
+
+    def _num_bytes(self, name: str) -> int:
+        """What is read of it at the load: an n-gram table stays in its file."""
+        return 0 if self._specs[name].group == "engram table" else self._folder.tensors[name].num_bytes
 
 
 def _words(spec: TensorSpec) -> str:
