@@ -6,13 +6,14 @@ import json
 import shutil
 import struct
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
 from deepinfer_kernels import dequantize_fp4, dequantize_fp8_blocks, dequantize_fp8_rows
 from deepinfer_workers.models.deepseek.config import DeepseekConfig
@@ -34,6 +35,15 @@ CONFIGS: dict[str, Callable[[], Json]] = {
     "v4": tiny_v4,
     "v4 plain": lambda: tiny_v4(is_quantized=False),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors are small: a team of threads would only wait for each other."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +98,7 @@ def test_values_depend_on_seed_and_name_alone(tmp_path: Path) -> None:
 
 def test_stored_matrices_keep_the_length_of_their_input(written: Path) -> None:
     opened = SafetensorsFolder(written)
-    pairs = {
+    pairs: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "layers.0.attn.wq_b": lambda codes, scales: dequantize_fp8_blocks(codes, scales, 32),
         "layers.4.ffn.experts.7.w2": dequantize_fp4,
         "layers.4.engram.embed": lambda codes, scales: dequantize_fp8_rows(codes, scales) / 32**0.5,
@@ -128,7 +138,12 @@ def test_a_rank_reads_its_own_experts_and_all_that_is_dense(
     config = DeepseekConfig.read(opened.metadata, "config.json")
     given: list[str] = []
     stored = opened.stored
-    monkeypatch.setattr(opened, "stored", lambda name: (given.append(name), stored(name))[1])
+
+    def note(name: str) -> Tensor:
+        given.append(name)
+        return stored(name)
+
+    monkeypatch.setattr(opened, "stored", note)
     reports: list[tuple[int, int]] = []
 
     def report(done_bytes: int, total_bytes: int) -> None:
