@@ -7,6 +7,7 @@ encoder are left out where they are not served. Computes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Final
 
 from torch import Tensor
 
@@ -14,6 +15,9 @@ from deepinfer_workers.checkpoint import bad_file, unsupported
 from deepinfer_workers.models.deepseek.config import DeepseekConfig
 from deepinfer_workers.models.deepseek.tensors import DRAFT_GROUPS, TensorSpec, expected_tensors
 from deepinfer_workers.safetensors_folder import INDEX, SafetensorsFolder
+
+MAPPED_GROUPS: Final = frozenset({"engram table", "routed experts"})
+"""They stay in their files, and are read row by row and expert by expert when tokens ask for them."""
 
 
 def experts_of_rank(num_experts: int, num_ranks: int, rank: int) -> range:
@@ -87,6 +91,7 @@ class RankTensors:
         specs = expected_tensors(config)
         check_tensors(folder, specs)
         self.experts = experts_of_rank(config.num_experts, num_ranks, rank)
+        self.path = folder.folder
         self._folder = folder
         self._specs = tensors_of_rank(config, specs, num_ranks, rank, has_drafts=has_drafts, has_vision=has_vision)
         self._report = report
@@ -99,14 +104,15 @@ class RankTensors:
     def take(self, name: str) -> Tensor:
         """The tensor as stored, a view of the mapped file: to be copied or computed from, and not to be written to."""
         assert name in self._specs, name
-        tensor = self._folder.stored(name)
-        self._done_bytes += self._num_bytes(name)
-        self._report(self._done_bytes, self.total_bytes)
-        return tensor
+        num_bytes = self._num_bytes(name)
+        if num_bytes:
+            self._done_bytes += num_bytes
+            self._report(self._done_bytes, self.total_bytes)
+        return self._folder.stored(name)
 
     def _num_bytes(self, name: str) -> int:
-        """What is read of it at the load: an n-gram table stays in its file."""
-        return 0 if self._specs[name].group == "engram table" else self._folder.tensors[name].num_bytes
+        """What is read of it at the load."""
+        return 0 if self._specs[name].group in MAPPED_GROUPS else self._folder.tensors[name].num_bytes
 
 
 def _words(spec: TensorSpec) -> str:
