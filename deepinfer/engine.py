@@ -146,7 +146,9 @@ class Engine:
         self._group = WorkerGroup(config, path, wire_version())
         ready = await self._group.wait_ready(config.start_timeout_s, _in_words(tell))
         self._limits = _limits(ready, self._text)
-        scheduler = Scheduler(_scheduler_config(config), [_shape(rank) for rank in ready], epoch=self._group.epoch)
+        scheduler = Scheduler(
+            _scheduler_config(config), [_shape(rank, config) for rank in ready], epoch=self._group.epoch
+        )
         self._core = EngineCore(scheduler, self._group.link, self._home.loop, _core_config(config), self._observers)
         self._core.on_failure = self._group.supervisor.kill
         next_seed = None if config.seed < 0 else partial(random.Random(config.seed).getrandbits, SEED_BITS)
@@ -457,8 +459,16 @@ def _limits(ready: list[Ready], text: TextPipeline | None) -> ModelLimits:
     )
 
 
-def _shape(ready: Ready) -> CacheShape:
-    return CacheShape(ready.num_slots, ready.num_blocks, ready.block_size, ready.weights_version)
+def _shape(ready: Ready, config: EngineConfig) -> CacheShape:
+    is_bounded = config.has_bounded_hits and ready.bounded_replay_tokens < ready.exact_replay_tokens
+    return CacheShape(
+        ready.num_slots,
+        ready.num_blocks,
+        ready.block_size,
+        ready.weights_version,
+        replay_tokens=ready.bounded_replay_tokens if is_bounded else ready.exact_replay_tokens,
+        is_replay_bounded=is_bounded,
+    )
 
 
 def _scheduler_config(config: EngineConfig) -> SchedulerConfig:
