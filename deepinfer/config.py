@@ -60,6 +60,33 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         Meta(ge=0, le=1 << 44, description="Memory for KV blocks; 0: 1 GiB at most on cpu, what is free on nvidia."),
     ] = 0
     prefix_cache: Annotated[bool, Meta(description="Reuse the KV rows of equal prefixes.")] = True
+    prefix_hits: Annotated[
+        Literal["bounded", "exact"],
+        Meta(
+            description="What a hit recomputes where a slot has a state of its own: its window (bounded), or all that "
+            "reaches it (exact: the tokens are those of a run without a hit)."
+        ),
+    ] = "bounded"
+    prefill_truncation: Annotated[
+        Literal["compact", "off"],
+        Meta(
+            description="compact: the decoder half of a YOCO model computes the last positions of a prompt only; off: "
+            "all of them, and prefix hits are exact."
+        ),
+    ] = "compact"
+    prefill_keep_tokens: Annotated[
+        int, Meta(ge=1, le=1 << 24, description="compact: positions at a prompt's end that go through all layers.")
+    ] = 140
+    cache_format: Annotated[
+        Literal["auto", "packed", "bfloat16", "float32"],
+        Meta(description="How cache rows are kept; packed: the formats that the model was released with."),
+    ] = "auto"
+    quantize_activations: Annotated[
+        bool, Meta(description="Round activations where the released model does; off: for parity tests.")
+    ] = True
+    quantize_cache: Annotated[
+        bool, Meta(description="Round cache rows where the released model does; off: for parity tests.")
+    ] = True
     max_queued_requests: Annotated[int, Positive, Meta(description="Requests that wait before one is refused.")] = 4096
     max_queued_tokens: Annotated[
         int, Positive, Meta(description="Prompt tokens that wait before a request is refused.")
@@ -88,6 +115,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     fake_step_s: Annotated[float, Meta(ge=0, le=3600, description="`fake` only: how long a step takes.")] = 0.0
     fake_vocab_size: Annotated[int, Meta(ge=2, le=2**31 - 1, description="`fake` only: tokens it knows.")] = 32_000
     fake_check_stamps: Annotated[bool, Meta(description="`fake` only: check every KV row at every read.")] = True
+    fake_replay_tokens: Annotated[
+        int, Meta(ge=0, le=1 << 20, description="`fake` only: positions that its slots keep a state of.")
+    ] = 0
 
     @property
     def model_cache_dir(self) -> Path:

@@ -99,7 +99,10 @@ class Engine:
         return engine
 
     async def open(self, on_progress: Callable[[str], None] | None = None) -> None:
-        """Find the model, start the workers, wait until they are ready. Raises `ModelError`, `EngineError`."""
+        """Find the model, start the workers, wait until they are ready.
+
+        Raises `ModelError`, `EngineError`, and `ConfigError` for a setting that the model cannot have.
+        """
         if self._state is not _State.NEW:
             raise EngineClosed(f"an engine is opened once; this one is {self._state}")
         self._state = _State.STARTING

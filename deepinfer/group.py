@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 from deepinfer.config import EngineConfig
-from deepinfer.errors import DeepInferError, ModelFileError, UnsupportedModel, WorkerStartError
+from deepinfer.errors import ConfigError, DeepInferError, ModelFileError, UnsupportedModel, WorkerStartError
 from deepinfer.runtime_dir import RuntimeDir
 from deepinfer.supervisor import Supervisor
 from deepinfer.zmq_link import ZmqWorkerLink
@@ -63,6 +63,12 @@ class WorkerGroup:
             dtype=config.dtype,
             load_format=config.load_format,
             cuda_graphs=config.cuda_graphs,
+            fake_replay_tokens=config.fake_replay_tokens,
+            prefill_truncation=config.prefill_truncation,
+            prefill_keep_tokens=config.prefill_keep_tokens,
+            cache_format=config.cache_format,
+            quantize_activations=config.quantize_activations,
+            quantize_cache=config.quantize_cache,
         )
 
     async def wait_ready(self, timeout_s: float, report: ProgressReport | None = None) -> list[Ready]:
@@ -162,6 +168,9 @@ def _error_of(fault: Fault) -> DeepInferError:
     if fault.code == "model_file":
         file, _, reason = fault.text.partition(": ")
         return ModelFileError(file, reason)
+    if fault.code == "setting":
+        field, _, reason = fault.text.partition(": ")
+        return ConfigError(field, reason)
     if fault.code == "unsupported_model":
         return UnsupportedModel(fault.text)
     return WorkerStartError(f"worker {fault.rank}: {fault.text}")

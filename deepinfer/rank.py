@@ -288,6 +288,7 @@ class Rank:
                 slot=slot,
                 generation=seq.generation,
                 length=seq.num_planned,
+                floor=seq.num_planned,
                 tokens=pack_int32(seq.tokens),
                 block_ids=pack_int32(seq.block_ids),
                 sampling=seq.request.sampling[seq.sample_index],

@@ -30,6 +30,7 @@ from deepinfer_protocol.messages import (
     AnyMessage,
     LogitShaping,
     MaskBatch,
+    Ready,
     RowFlag,
     SlotAdmit,
     StepPlan,
@@ -72,6 +73,8 @@ def decode(frame: bytes | memoryview) -> AnyMessage:
         _check_result(message)
     elif isinstance(message, MaskBatch):
         _check_masks(message)
+    elif isinstance(message, Ready):
+        _check_ready(message)
     return message
 
 
@@ -135,8 +138,9 @@ def _check_admit(admit: SlotAdmit) -> None:
     num_tokens = len(admit.tokens) // 4
     if not num_tokens:
         raise ProtocolError("an admitted slot has no tokens")
-    if admit.length >= num_tokens:
-        raise ProtocolError(f"admitted at length {admit.length} with {num_tokens} tokens: none is left to compute")
+    if not admit.length <= admit.floor < num_tokens:
+        bounds = f"length {admit.length}, floor {admit.floor}"
+        raise ProtocolError(f"admitted at {bounds} with {num_tokens} tokens: they must rise, and leave one to compute")
     if admit.sampling.num_prompt > num_tokens:
         raise ProtocolError(f"a prompt of {admit.sampling.num_prompt} tokens, {num_tokens} tokens came")
     _check_columns("admit stop_ids", admit.sampling.stop_ids, 1, MAX_LENGTH)
@@ -196,6 +200,12 @@ def _check_ranks(name: str, ranks: bytes, ids: bytes) -> None:
     _check_range(name, ranks, 1)
     if not len(ranks) <= len(ids) <= len(ranks) * (1 + MAX_LOGPROBS):
         raise ProtocolError(f"{name}: {len(ranks) // 4} ranks for {len(ids) // 4} ids")
+
+
+def _check_ready(ready: Ready) -> None:
+    if ready.bounded_replay_tokens > ready.exact_replay_tokens:
+        bounded, exact = ready.bounded_replay_tokens, ready.exact_replay_tokens
+        raise ProtocolError(f"{bounded} replay tokens where bounded, {exact} where exact")
 
 
 def _check_masks(masks: MaskBatch) -> None:

@@ -33,7 +33,7 @@ from deepinfer_protocol.limits import (
     MAX_TEXT_CHARACTERS,
 )
 
-WIRE_REVISION: Final = 2
+WIRE_REVISION: Final = 3
 """Raised by every change of a message. Both ends come from one installation: any difference is refused."""
 
 Count = Annotated[int, Meta(ge=0, le=INT32_MAX)]
@@ -111,11 +111,15 @@ class SlotAdmit(Struct, frozen=True, array_like=True, forbid_unknown_fields=True
     generation: Count
     """Rises with every admission to the slot; results of an older one are ignored."""
     length: Length
-    """Tokens whose KV rows are already in `block_ids` (a prefix hit): the first row starts here."""
+    """The first row starts here: no position below it is computed in this slot."""
+    floor: Length
+    """Tokens whose paged rows are already in `block_ids` (a prefix hit), at least `length`. Positions from `length` to
+    here are replayed: computed to rebuild the slot's own state, while their paged rows, others' too, stay as they are.
+    """
     tokens: bytes
     """int32 LE: every token known so far (the prompt, and what was generated before a preemption)."""
     block_ids: bytes
-    """int32 LE: the blocks that hold the first `length` tokens."""
+    """int32 LE: the blocks of the sequence, in order; they hold the first `floor` tokens at least."""
     sampling: SlotSampling
 
 
@@ -141,8 +145,13 @@ class Ready(Message, frozen=True, tag=2):
     """Tokens a block."""
     block_bytes: Int64
     slot_bytes: Int64
-    replay_tokens: Length
-    """Rows before a prefix hit that must be computed again to rebuild the slot state; 0 for uniform paged caches."""
+    global_bytes_per_token: Annotated[float, Meta(ge=0.0, le=float(INT32_MAX))]
+    """What the paged rows of one token take, in bytes; a layer that keeps a row for every other token counts half."""
+    bounded_replay_tokens: Length
+    """Positions before the end of a prefix hit that are replayed to rebuild the slot state as the model's makers
+    do; 0 for uniform paged caches."""
+    exact_replay_tokens: Length
+    """As many as make the slot state the one that a run without the hit has; at least as many as the bounded ones."""
     weights_version: ShortText
     device: ShortText
     """For people: what the model runs on."""
@@ -163,7 +172,7 @@ class Fault(Message, frozen=True, tag=6):
     epoch: Int64
     rank: Rank
     code: ShortText
-    """`model_file`, `unsupported_model`, `out_of_memory`, `protocol` or `internal`."""
+    """`model_file`, `unsupported_model`, `setting`, `out_of_memory`, `protocol` or `internal`."""
     text: Text
 
 
@@ -322,8 +331,20 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     fake_vocab_size: Annotated[int, Meta(ge=2, le=INT32_MAX)] = 32_000
     fake_check_stamps: bool = True
     """Fake runner only: assert the (token, position) stamp of every KV row at every read."""
+    fake_replay_tokens: Length = 0
+    """Fake runner only: what its slots keep of the latest positions, and so `bounded_replay_tokens`."""
     dtype: str = "auto"
     """Arithmetic of the model; which there are is the worker's to say."""
     load_format: str = "auto"
     """`dummy`: random weights of the configuration's shapes."""
     cuda_graphs: bool = True
+    prefill_truncation: Annotated[str, Meta(pattern=r"\A(compact|off)\Z")] = "compact"
+    """`compact`: where a model allows it, its second half computes the last positions of a prompt only."""
+    prefill_keep_tokens: Length = 140
+    """`compact` only: how many positions at the end of a prompt go through all layers."""
+    cache_format: Annotated[str, Meta(pattern=r"\A(auto|packed|bfloat16|float32)\Z")] = "auto"
+    """How rows are kept in the cache; `packed`: in the row formats that the model was released with."""
+    quantize_activations: bool = True
+    """Round activations as the released model does, where it does."""
+    quantize_cache: bool = True
+    """Round what goes into the cache as the released model does, where it does."""

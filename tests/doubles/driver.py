@@ -63,9 +63,11 @@ def admit(
     *,
     generation: int = 1,
     length: int = 0,
+    floor: int | None = None,
     sampling: SlotSampling = GREEDY,
 ) -> SlotAdmit:
-    return SlotAdmit(slot, generation, length, pack_int32(list(tokens)), pack_int32(list(block_ids)), sampling)
+    floor = length if floor is None else floor
+    return SlotAdmit(slot, generation, length, floor, pack_int32(list(tokens)), pack_int32(list(block_ids)), sampling)
 
 
 class Driver:

@@ -51,7 +51,7 @@ def state_of(
     state = SamplingState(tokens.to(device or "cpu"), vocab_size)
     none = np.array([], np.int64)
     stop_ids = [np.frombuffer(one.sampling.stop_ids, "<i4").astype(np.int64) for one in rows]
-    state.admit([Admission(i, 1, 0, none, none, one.sampling, stop_ids[i]) for i, one in enumerate(rows)])
+    state.admit([Admission(i, 1, 0, 0, none, none, one.sampling, stop_ids[i]) for i, one in enumerate(rows)])
     return state, np.array([one.position for one in rows])
 
 

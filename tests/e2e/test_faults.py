@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from deepinfer import Engine, WorkerLost, WorkerStartError
+from deepinfer import ConfigError, Engine, WorkerLost, WorkerStartError
 from deepinfer.link import LinkListener
 from deepinfer.supervisor import WorkerProcess
 from deepinfer_protocol import AnyMessage, RowFlag, StepPlan, StepResult, pack_int32, unpack_int32
@@ -194,6 +194,15 @@ async def test_a_worker_that_ends_at_once_is_a_start_error(monkeypatch: pytest.M
 async def test_a_worker_that_takes_too_long_to_start_is_a_start_error() -> None:
     with pytest.raises(WorkerStartError, match=r"not ready within 0.001 s"):
         await Engine.start("fake", start_timeout_s=0.001)
+
+
+async def test_a_setting_that_the_model_cannot_have_is_named_with_its_sum() -> None:
+    with pytest.raises(ConfigError, match=r"9 is below window \+ drafts \+ 1 = 9 \+ 0 \+ 1 = 10") as refused:
+        await Engine.start("fake", fake_replay_tokens=9, prefill_keep_tokens=9)
+    assert refused.value.field == "prefill_keep_tokens"
+    for allowed in ({"prefill_keep_tokens": 10}, {"prefill_keep_tokens": 9, "prefill_truncation": "off"}):
+        engine = await Engine.start("fake", fake_replay_tokens=9, **allowed)
+        await engine.aclose()
 
 
 # ---- an engine that is killed

@@ -59,13 +59,13 @@ PLAN: Final = StepPlan(
     rank=0,
     padded_positions=8,
     retired=columns([4]),
-    admits=[SlotAdmit(2, 1, 0, columns([5, 6, 7]), b"", GREEDY)],
+    admits=[SlotAdmit(2, 1, 0, 0, columns([5, 6, 7]), b"", GREEDY)],
     appends=columns([2, 3], [10, 11]),
     rows=columns([2, 3], [1, 4], [3, 1], [SAMPLE, SAMPLE]),
 )
 RESULT: Final = StepResult(7, 3, 0, 12, 3456, 0, columns([2, 3], [1, 4], [3, 18], [1, 1]), columns([99, 100]))
 MASKS: Final = MaskBatch(7, 3, 0, columns([2, 3]), bytes.fromhex("01000000 00000000 ffffffff ffffff00"))
-READY: Final = Ready(7, 0, 49_152, 8192, 256, 4096, 16, 368_640, 0, 0, "sha256:00ff", "cpu")
+READY: Final = Ready(7, 0, 49_152, 8192, 256, 4096, 16, 368_640, 0, 23_040.0, 0, 0, "sha256:00ff", "cpu")
 CONFIG: Final = WorkerConfig(
     endpoint="ipc:///run/user/1000/deepinfer-0123456789ab/w.sock",
     epoch=7,
@@ -88,8 +88,9 @@ CONFIG: Final = WorkerConfig(
 def valid() -> dict[str, Whole]:
     replace = msgspec.structs.replace
     many = list(range(256))
-    resumed = SlotAdmit(2, 9, 32, columns([5, 6, 7] * 20), columns([8, 3]), SEEDED)
-    shaped = SlotAdmit(2, 9, 0, columns([5, 6, 7, 8]), b"", SHAPED)
+    resumed = SlotAdmit(2, 9, 32, 32, columns([5, 6, 7] * 20), columns([8, 3]), SEEDED)
+    replayed = SlotAdmit(2, 9, 16, 32, columns([5, 6, 7] * 20), columns([8, 3]), SEEDED)
+    shaped = SlotAdmit(2, 9, 0, 0, columns([5, 6, 7, 8]), b"", SHAPED)
     most = LogitShaping(
         100.0, 2.0, -2.0, columns(list(range(MAX_BIAS_IDS))), pack_float32([100.0, -100.0] * (MAX_BIAS_IDS // 2)),
         b"\xff" * 1024, columns([1023, *[INT32_MAX] * 1023]),
@@ -104,9 +105,13 @@ def valid() -> dict[str, Whole]:
         "hello with nothing in it": Hello("", 0, 0, 0),
         "ready": READY,
         "ready of the second rank": replace(READY, rank=1, device="cpu, 2 threads", slot_bytes=64),
+        "ready with slots of their own state": replace(
+            READY, slot_bytes=3_000_000, global_bytes_per_token=890.5, bounded_replay_tokens=128,
+            exact_replay_tokens=7_747,
+        ),
         "ready at its limits": Ready(
             INT64_MAX, 1023, INT32_MAX, MAX_LENGTH, MAX_SLOTS - 1, MAX_BLOCKS - 1, 4096, INT64_MAX, INT64_MAX,
-            MAX_LENGTH, "w" * 256, "",
+            float(INT32_MAX), MAX_LENGTH, MAX_LENGTH, "w" * 256, "",
         ),
         "progress": Progress(7, 0, 50_000_000, 97_000_000),
         "progress at its limits": Progress(INT64_MAX, 1023, INT64_MAX, INT64_MAX),
@@ -122,12 +127,13 @@ def valid() -> dict[str, Whole]:
         "plan with a row that waits for a mask": replace(PLAN, rows=columns([2, 3], [1, 4], [3, 1], [WAITS, SAMPLE])),
         "plan with a prompt in the middle": replace(PLAN, rows=columns([2], [1], [2], [0])),
         "plan that admits after a preemption": replace(PLAN, admits=[resumed]),
+        "plan that admits to a replay": replace(PLAN, admits=[replayed]),
         "plan that admits with logits shaped": replace(PLAN, admits=[shaped]),
         "plan that only retires": StepPlan(7, 5, 0, 0, columns([0, 1, 2]), [], b"", b""),
         "plan of 256 rows": StepPlan(7, 6, 0, 256, b"", [], b"", columns(many, many, [1] * 256, [SAMPLE] * 256)),
         "plan at its limits": StepPlan(
             INT64_MAX, INT64_MAX, 1023, INT32_MAX, columns([MAX_SLOTS - 1]),
-            [SlotAdmit(MAX_SLOTS - 1, INT32_MAX, 1, columns([INT32_MAX] * 2), columns([MAX_BLOCKS - 1]), widest)],
+            [SlotAdmit(MAX_SLOTS - 1, INT32_MAX, 1, 1, columns([INT32_MAX] * 2), columns([MAX_BLOCKS - 1]), widest)],
             columns([MAX_SLOTS - 1], [MAX_BLOCKS - 1]),
             columns([MAX_SLOTS - 1], [INT32_MAX], [MAX_LENGTH], [WAITS]),
         ),
@@ -181,8 +187,8 @@ class Refused(NamedTuple):
 def spoiled() -> dict[str, Refused]:
     two = [2, 3], [1, 4]
     admit = (6, 0)
-    shaped = msgspec.structs.replace(PLAN, admits=[SlotAdmit(2, 9, 0, columns([5, 6, 7, 8]), b"", SHAPED)])
-    shaping = (*admit, 5, 10)
+    shaped = msgspec.structs.replace(PLAN, admits=[SlotAdmit(2, 9, 0, 0, columns([5, 6, 7, 8]), b"", SHAPED)])
+    shaping = (*admit, 6, 10)
     ranked = msgspec.structs.replace(
         RESULT, logprob_ids=columns([99, 99, 5]), logprobs=bytes(12), logprob_ranks=columns([1])
     )
@@ -209,25 +215,27 @@ def spoiled() -> dict[str, Refused]:
         "admit nil": Refused(PLAN, admit, None),
         "admit slot too large": Refused(PLAN, (*admit, 0), MAX_SLOTS),
         "admit generation negative": Refused(PLAN, (*admit, 1), -1),
-        "admit length beyond the tokens": Refused(PLAN, (*admit, 2), 3, "admitted at length 3 with 3 tokens"),
-        "admit without tokens": Refused(PLAN, (*admit, 3), b"", "an admitted slot has no tokens"),
-        "admit token negative": Refused(PLAN, (*admit, 3), columns([-5]), "admit token: -5 to -5 came"),
-        "admit block too large": Refused(PLAN, (*admit, 4), columns([MAX_BLOCKS]), "admit block: 1073741824"),
-        "temperature not a number": Refused(PLAN, (*admit, 5, 0), float("nan")),
-        "temperature infinite": Refused(PLAN, (*admit, 5, 0), float("inf")),
-        "temperature negative": Refused(PLAN, (*admit, 5, 0), -0.5),
-        "top_p zero": Refused(PLAN, (*admit, 5, 1), 0.0),
-        "top_p not a number": Refused(PLAN, (*admit, 5, 1), float("nan")),
-        "top_k negative": Refused(PLAN, (*admit, 5, 2), -1),
-        "seed of 64 bits": Refused(PLAN, (*admit, 5, 3), 2**63),
-        "stop ids too many": Refused(PLAN, (*admit, 5, 5), bytes(4 * 1025)),
-        "stop id negative": Refused(PLAN, (*admit, 5, 5), columns([-1]), "admit stop id: -1 to -1 came"),
-        "logprobs too many": Refused(PLAN, (*admit, 5, 6), 21),
-        "prompt beyond the tokens": Refused(PLAN, (*admit, 5, 7), 4, "a prompt of 4 tokens, 3 tokens came"),
-        "min_p above one": Refused(PLAN, (*admit, 5, 8), 1.5),
-        "min_p not a number": Refused(PLAN, (*admit, 5, 8), float("nan")),
-        "prompt logprobs too many": Refused(PLAN, (*admit, 5, 9), 21),
-        "shaping as a map": Refused(PLAN, (*admit, 5, 10), {}),
+        "admit length beyond the floor": Refused(PLAN, (*admit, 2), 1, "admitted at length 1, floor 0 with 3 tokens"),
+        "admit floor beyond the tokens": Refused(PLAN, (*admit, 3), 3, "admitted at length 0, floor 3 with 3 tokens"),
+        "admit floor negative": Refused(PLAN, (*admit, 3), -1),
+        "admit without tokens": Refused(PLAN, (*admit, 4), b"", "an admitted slot has no tokens"),
+        "admit token negative": Refused(PLAN, (*admit, 4), columns([-5]), "admit token: -5 to -5 came"),
+        "admit block too large": Refused(PLAN, (*admit, 5), columns([MAX_BLOCKS]), "admit block: 1073741824"),
+        "temperature not a number": Refused(PLAN, (*admit, 6, 0), float("nan")),
+        "temperature infinite": Refused(PLAN, (*admit, 6, 0), float("inf")),
+        "temperature negative": Refused(PLAN, (*admit, 6, 0), -0.5),
+        "top_p zero": Refused(PLAN, (*admit, 6, 1), 0.0),
+        "top_p not a number": Refused(PLAN, (*admit, 6, 1), float("nan")),
+        "top_k negative": Refused(PLAN, (*admit, 6, 2), -1),
+        "seed of 64 bits": Refused(PLAN, (*admit, 6, 3), 2**63),
+        "stop ids too many": Refused(PLAN, (*admit, 6, 5), bytes(4 * 1025)),
+        "stop id negative": Refused(PLAN, (*admit, 6, 5), columns([-1]), "admit stop id: -1 to -1 came"),
+        "logprobs too many": Refused(PLAN, (*admit, 6, 6), 21),
+        "prompt beyond the tokens": Refused(PLAN, (*admit, 6, 7), 4, "a prompt of 4 tokens, 3 tokens came"),
+        "min_p above one": Refused(PLAN, (*admit, 6, 8), 1.5),
+        "min_p not a number": Refused(PLAN, (*admit, 6, 8), float("nan")),
+        "prompt logprobs too many": Refused(PLAN, (*admit, 6, 9), 21),
+        "shaping as a map": Refused(PLAN, (*admit, 6, 10), {}),
         "repetition penalty zero": Refused(shaped, (*shaping, 0), 0.0),
         "repetition penalty infinite": Refused(shaped, (*shaping, 0), float("inf")),
         "presence penalty too large": Refused(shaped, (*shaping, 1), 2.5),
@@ -270,6 +278,9 @@ def spoiled() -> dict[str, Refused]:
         "result time negative": Refused(RESULT, (5,), -1),
         "ready without slots": Refused(READY, (5,), 0),
         "ready without vocabulary": Refused(READY, (3,), 0),
+        "ready with negative bytes a token": Refused(READY, (10,), -1.0),
+        "ready with bytes a token that are no number": Refused(READY, (10,), float("nan")),
+        "ready with bounds of a replay that fall": Refused(READY, (11,), 5, "5 replay tokens where bounded, 0"),
         "version too long": Refused(Hello("", 7, 0, 1), (1,), "v" * 257),
         "version as bytes": Refused(Hello("", 7, 0, 1), (1,), b"0.1.0"),
         "fault text too long": Refused(Fault(7, 0, "internal", ""), (4,), "t" * 4097),
@@ -308,6 +319,12 @@ def raw() -> dict[str, tuple[bytes, str]]:
         ),
         "config with a time that is none": (
             encode_config(msgspec.structs.replace(CONFIG, fake_step_s=float("nan"))), "not a worker configuration",
+        ),
+        "config of another truncation": (
+            encode_config(msgspec.structs.replace(CONFIG, prefill_truncation="on")), "not a worker configuration",
+        ),
+        "config of another cache format": (
+            encode_config(msgspec.structs.replace(CONFIG, cache_format="fp8")), "not a worker configuration",
         ),
         "config of another runner": (
             encode_config(msgspec.structs.replace(CONFIG, runner="shell")), "not a worker configuration",

@@ -107,10 +107,12 @@ samplings = st.builds(
 @st.composite
 def admits(draw: st.DrawFn) -> SlotAdmit:
     tokens = draw(st.lists(count, min_size=1, max_size=40))
+    floor = draw(upto(len(tokens) - 1))
     return SlotAdmit(
         slot=draw(slot),
         generation=draw(count),
-        length=draw(upto(len(tokens) - 1)),
+        length=draw(upto(floor)),
+        floor=floor,
         tokens=pack_int32(tokens),
         block_ids=draw(packed(MAX_BLOCKS - 1)),
         sampling=draw(samplings),
@@ -162,23 +164,30 @@ def masks(draw: st.DrawFn) -> MaskBatch:
     return MaskBatch(draw(int64), draw(int64), draw(rank), pack_int32(slots), bits)
 
 
+@st.composite
+def readies(draw: st.DrawFn) -> Ready:
+    low, high = sorted((draw(upto(MAX_LENGTH)), draw(upto(MAX_LENGTH))))
+    return Ready(
+        epoch=draw(int64),
+        rank=draw(rank),
+        vocab_size=draw(upto(INT32_MAX, 1)),
+        max_model_len=draw(upto(MAX_LENGTH, 1)),
+        num_slots=draw(upto(MAX_SLOTS - 1, 1)),
+        num_blocks=draw(upto(MAX_BLOCKS - 1, 1)),
+        block_size=draw(upto(4096, 1)),
+        block_bytes=draw(int64),
+        slot_bytes=draw(int64),
+        global_bytes_per_token=draw(st.floats(0, INT32_MAX)),
+        bounded_replay_tokens=low,
+        exact_replay_tokens=high,
+        weights_version=draw(short_text),
+        device=draw(short_text),
+    )
+
+
 messages: st.SearchStrategy[AnyMessage] = st.one_of(
     st.builds(Hello, version=short_text, epoch=int64, rank=rank, pid=count),
-    st.builds(
-        Ready,
-        epoch=int64,
-        rank=rank,
-        vocab_size=upto(INT32_MAX, 1),
-        max_model_len=upto(MAX_LENGTH, 1),
-        num_slots=upto(MAX_SLOTS - 1, 1),
-        num_blocks=upto(MAX_BLOCKS - 1, 1),
-        block_size=upto(4096, 1),
-        block_bytes=int64,
-        slot_bytes=int64,
-        replay_tokens=upto(MAX_LENGTH),
-        weights_version=short_text,
-        device=short_text,
-    ),
+    readies(),
     st.builds(Progress, epoch=int64, rank=rank, done=int64, total=int64),
     st.builds(Fault, epoch=int64, rank=rank, code=short_text, text=st.text(max_size=4096)),
     st.builds(Shutdown, epoch=int64),

@@ -94,7 +94,7 @@ def test_mutated_configurations_give_one_or_a_protocol_error() -> None:
 
 def many_admits(count: int) -> bytes:
     """A plan with `count` of the smallest admits that there are."""
-    smallest = msgspec.msgpack.encode([0, 0, 0, pack_int32([1]), b"", []])
+    smallest = msgspec.msgpack.encode([0, 0, 0, 0, pack_int32([1]), b"", []])
     head = b"\x99\x03\x01\x01\x00\x00\xc4\x00\xdd" + count.to_bytes(4, "big")
     return head + smallest * count + b"\xc4\x00\xc4\x00"
 
@@ -102,7 +102,7 @@ def many_admits(count: int) -> bytes:
 def many_shaped_admits(count: int) -> bytes:
     """As above, each with the smallest part that shapes its logits."""
     sampling = [0, 1, 0, 0, 0, b"", -1, 0, 0, -1, []]
-    smallest = msgspec.msgpack.encode([0, 0, 0, pack_int32([1]), b"", sampling])
+    smallest = msgspec.msgpack.encode([0, 0, 0, 0, pack_int32([1]), b"", sampling])
     head = b"\x99\x03\x01\x01\x00\x00\xc4\x00\xdd" + count.to_bytes(4, "big")
     return head + smallest * count + b"\xc4\x00\xc4\x00"
 
@@ -110,7 +110,7 @@ def many_shaped_admits(count: int) -> bytes:
 def wordy_admits(count: int) -> bytes:
     """Each with as many bad words as may be."""
     sampling = SlotSampling(shaping=LogitShaping(bad_words=pack_int32([1, 5] * 4096)))
-    admit = SlotAdmit(0, 0, 0, pack_int32([1]), b"", sampling)
+    admit = SlotAdmit(0, 0, 0, 0, pack_int32([1]), b"", sampling)
     return encode(StepPlan(1, 1, 0, 0, b"", [admit] * count, b"", b""))
 
 

@@ -67,10 +67,12 @@ def admit(
     *,
     generation: int = 1,
     length: int = 0,
+    floor: int | None = None,
     blocks: Sequence[int] = (),
     sampling: SlotSampling = GREEDY,
 ) -> SlotAdmit:
-    return SlotAdmit(slot, generation, length, pack_int32(list(tokens)), pack_int32(list(blocks)), sampling)
+    floor = length if floor is None else floor
+    return SlotAdmit(slot, generation, length, floor, pack_int32(list(tokens)), pack_int32(list(blocks)), sampling)
 
 
 def blocks_for(slot: int, first: int, num_tokens: int) -> list[tuple[int, int]]:

@@ -210,7 +210,7 @@ def test_a_sequence_goes_on_alike_after_a_preemption(seed: int) -> None:
     stayed[0, : len(tokens)] = torch.tensor(tokens)
     state = SamplingState(stayed, VOCAB)
     admission = Admission(
-        0, 1, 0, NONE, NONE, row.sampling, np.frombuffer(row.sampling.stop_ids, "<i4").astype(np.int64)
+        0, 1, 0, 0, NONE, NONE, row.sampling, np.frombuffer(row.sampling.stop_ids, "<i4").astype(np.int64)
     )
     state.admit([admission])
     for step in range(12):
@@ -265,7 +265,7 @@ def test_temporaries_do_not_grow_with_the_batch() -> None:
 def test_a_slot_forgets_its_last_owner() -> None:
     state, positions = state_of([shaped(allowed_bits=bits([2]), sampling={"num_logprobs": 1})], VOCAB)
     state.retire(np.array([0]))
-    state.admit([Admission(0, 2, 0, NONE, NONE, SlotSampling(), NONE)])
+    state.admit([Admission(0, 2, 0, 0, NONE, NONE, SlotSampling(), NONE)])
     logits = plain_logits(4.0, 3.0, 2.0)
     at = np.array([0])
     assert state.sample(logits, at, torch.from_numpy(positions), None, positions).item() == 0

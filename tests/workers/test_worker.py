@@ -126,7 +126,7 @@ def plan(
 ) -> StepPlan:
     """`rows` are (slot, positions, flags), all of generation 1; `prompt` is admitted to slot 0 first, with a block."""
     columns = [[row[0] for row in rows], [1] * len(rows), [row[1] for row in rows], [row[2] for row in rows]]
-    admits = [SlotAdmit(0, 1, 0, pack_int32(list(prompt)), b"", GREEDY)] if prompt else []
+    admits = [SlotAdmit(0, 1, 0, 0, pack_int32(list(prompt)), b"", GREEDY)] if prompt else []
     return StepPlan(
         epoch=epoch,
         step_id=step_id,
@@ -285,7 +285,7 @@ def test_a_message_of_two_frames_is_a_fault(worker: WorkerUnderTest) -> None:
 def test_a_failure_of_the_runner_is_an_internal_fault(worker: WorkerUnderTest) -> None:
     worker.send(prefill(1))
     worker.result()
-    strange = SlotAdmit(1, 1, 16, pack_int32([9] * 17), pack_int32([5, 6]), GREEDY)
+    strange = SlotAdmit(1, 1, 16, 16, pack_int32([9] * 17), pack_int32([5, 6]), GREEDY)
     worker.send(msgspec.structs.replace(plan(2, [(1, 1, SAMPLE)]), admits=[strange]))
     fault = worker.receive()
     assert isinstance(fault, Fault)

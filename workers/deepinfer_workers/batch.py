@@ -51,6 +51,9 @@ class Admission(NamedTuple):
     slot: int
     generation: int
     length: int
+    """The first position that is computed."""
+    floor: int
+    """Paged rows below it are written already, and not to be written again; at least `length`."""
     tokens: Ints
     block_ids: Ints
     sampling: SlotSampling
@@ -127,15 +130,18 @@ def _admission(admit: SlotAdmit, limits: Limits) -> Admission:
     _check_range(f"{where}: token", tokens, limits.vocab_size)
     _check_range(f"{where}: block", block_ids, limits.num_blocks)
     # One more token than positions: the last one sampled is known, and has no row of its own.
-    if not admit.length < len(tokens) <= limits.max_len + 1:
-        text = f"{len(tokens)} tokens at length {admit.length}, the model takes {limits.max_len} positions"
+    if not admit.floor < len(tokens) <= limits.max_len + 1:
+        text = f"{len(tokens)} tokens at floor {admit.floor}, the model takes {limits.max_len} positions"
         raise ProtocolError(f"{where}: {text}")
-    if not admit.length <= len(block_ids) * limits.block_size or len(block_ids) > limits.max_blocks:
-        text = f"{len(block_ids)} blocks of {limits.block_size} for length {admit.length}, at most {limits.max_blocks}"
+    if not admit.length <= admit.floor <= len(block_ids) * limits.block_size or len(block_ids) > limits.max_blocks:
+        bounds = f"length {admit.length}, floor {admit.floor}"
+        text = f"{len(block_ids)} blocks of {limits.block_size} for {bounds}, at most {limits.max_blocks}"
         raise ProtocolError(f"{where}: {text}")
     # An id that is no token can never be sampled: nothing to ban.
     stop_ids = stop_ids[stop_ids < limits.vocab_size]
-    return Admission(admit.slot, admit.generation, admit.length, tokens, block_ids, admit.sampling, stop_ids)
+    return Admission(
+        admit.slot, admit.generation, admit.length, admit.floor, tokens, block_ids, admit.sampling, stop_ids
+    )
 
 
 def _columns(data: bytes, num_columns: int) -> Ints:

@@ -30,11 +30,14 @@ from deepinfer_protocol import (
     unpack_int32,
 )
 from deepinfer_workers.runner import DoneStep, StepOutput
+from deepinfer_workers.truncation import check_keep
 
 _MASK64: Final = (1 << 64) - 1
 _FNV_OFFSET: Final = 0xCBF29CE484222325
 _FNV_PRIME: Final = 0x100000001B3
 _DEFAULT_NUM_BLOCKS: Final = 65_536
+_LAYERS: Final = 3
+"""Of a window each: how far back the slot state of a position reaches, in windows."""
 
 
 class FakeBatch(NamedTuple):
@@ -126,6 +129,8 @@ class FakeRunner:
 
     def load(self, report: Callable[[int, int], None]) -> Ready:
         config = self._config
+        if config.fake_replay_tokens:
+            check_keep(config, window=config.fake_replay_tokens)
         report(1, 1)
         return Ready(
             epoch=config.epoch,
@@ -137,7 +142,9 @@ class FakeRunner:
             block_size=config.block_size,
             block_bytes=0,
             slot_bytes=0,
-            replay_tokens=0,
+            global_bytes_per_token=0.0,
+            bounded_replay_tokens=config.fake_replay_tokens,
+            exact_replay_tokens=_LAYERS * config.fake_replay_tokens,
             weights_version="fake",
             device="none",
         )

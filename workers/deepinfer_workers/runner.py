@@ -45,7 +45,10 @@ class PendingStep(Protocol):
 
 
 class WorkerFault(Exception):
-    """The worker cannot go on. `code` is one of `Fault.code`; the text is for the engine's user."""
+    """The worker cannot go on. `code` is one of `Fault.code`; the text is for the engine's user.
+
+    The text of `model_file` begins with the file, that of `setting` with the field of the engine's settings, and `: `.
+    """
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)

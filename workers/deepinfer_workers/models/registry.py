@@ -15,6 +15,7 @@ from deepinfer_workers.gguf_file import GGUFFile
 from deepinfer_workers.models.llama import Llama
 from deepinfer_workers.models.llama_config import LlamaConfig
 from deepinfer_workers.models.llama_weights import random_shapes
+from deepinfer_workers.models.model import Model
 from deepinfer_workers.random_weights import RandomWeights
 from deepinfer_workers.safetensors_folder import SafetensorsFolder
 
@@ -48,7 +49,7 @@ def open_checkpoint(path: Path, load_format: str = "auto") -> Checkpoint:
     return GGUFFile(files[0])
 
 
-def load_model(checkpoint: Checkpoint, ops: Ops, max_len: int, report: Callable[[int, int], None]) -> Llama:
+def load_model(checkpoint: Checkpoint, ops: Ops, max_len: int, report: Callable[[int, int], None]) -> Model:
     """The model of `checkpoint` for at most `max_len` positions (0: its own limit). Raises `WorkerFault`."""
     model = MODELS.get(checkpoint.architecture)
     if model is None:
