@@ -1,6 +1,7 @@
 """Whether this machine can hold a DeepSeek model, looked at before workers are started.
 
-Such a folder may be larger than any memory, or be a config.json alone. What the model needs is the workers' to say: `python -m deepinfer_workers.inspect` is asked. Knows nothing of tensors.
+Such a folder may be larger than any memory, or be a config.json alone. What the model needs is the workers' to say:
+`python -m deepinfer_workers.inspect` is asked. Knows nothing of tensors.
 """
 
 from __future__ import annotations

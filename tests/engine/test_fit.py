@@ -47,7 +47,8 @@ def test_what_is_missing_is_listed_with_both_figures() -> None:
         judge("flash", NEEDS, [f"{index}.safetensors" for index in range(48)], 10_000_000_000, 24_000_000_000)
     assert str(caught.value) == (
         "flash: files are missing: 0.safetensors, 1.safetensors, 2.safetensors and 45 more; "
-        "10.0 GB of 510.3 GB are here; the model needs 61.0 GB of memory, this machine can hold 24.0 GB, 37.0 GB too little"
+        "10.0 GB of 510.3 GB are here; the model needs 61.0 GB of memory, "
+        "this machine can hold 24.0 GB, 37.0 GB too little"
     )
 
 
