@@ -19,7 +19,7 @@ from torch import Tensor
 
 from deepinfer_kernels import Ops, PackedRows, select_ops
 from deepinfer_workers.batch import Limits
-from deepinfer_workers.models.model import Model, Step
+from deepinfer_workers.models.model import Model, ModelOptions, Step
 from deepinfer_workers.models.registry import load_model, open_checkpoint
 
 MAX_KL: Final = 0.01
@@ -77,7 +77,7 @@ class _Reader:
     def __init__(self, path: Path, dtype: str) -> None:
         self.ops: Ops = select_ops("cpu", batch_invariant=True, dtype=dtype)
         with torch.inference_mode():
-            self._model: Model = load_model(open_checkpoint(path), self.ops, 0, lambda done, total: None)
+            self._model: Model = load_model(open_checkpoint(path), self.ops, ModelOptions(), lambda done, total: None)
 
     @torch.inference_mode()
     def log_probs(self, tokens: Tensor) -> Tensor:

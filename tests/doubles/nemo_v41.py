@@ -22,7 +22,8 @@ from tokenizers.models import WordLevel
 
 from doubles.choices import margin
 
-pytest.importorskip("nemo_automodel", reason="the oracle of DeepSeek-V4.1 needs nemo-automodel")
+pytest.importorskip("transformers", minversion="5.23")
+pytest.importorskip("nemo_automodel", minversion="0.7")
 with warnings.catch_warnings():  # its imports warn of their own uses of torch
     warnings.simplefilter("ignore")
     from nemo_automodel.components.models.common import BackendConfig

@@ -20,7 +20,7 @@ from deepinfer_workers.batch import DeviceBatch, Ints
 from deepinfer_workers.capacity import limits_of, memory_faults
 from deepinfer_workers.graphs import GraphLadder
 from deepinfer_workers.ledger import SlotLedger
-from deepinfer_workers.models.model import Step
+from deepinfer_workers.models.model import ModelOptions, Step
 from deepinfer_workers.models.registry import load_model, open_checkpoint
 from deepinfer_workers.queue_clock import QueueClock, Timing
 from deepinfer_workers.runner import DoneStep, PendingStep, StepOutput, StepTimes, WorkerFault
@@ -210,7 +210,7 @@ class ModelRunner:
         checkpoint = open_checkpoint(Path(config.model), config.load_format)
         self._ops = ops
         with torch.inference_mode():
-            self._model = load_model(checkpoint, ops, config.max_model_len, report)
+            self._model = load_model(checkpoint, ops, ModelOptions.of(config), report)
             self._limits = limits_of(config, self._model, ops)
             self._model.allocate(self._limits)
             self._slots = SlotState(self._limits, ops.device)

@@ -37,6 +37,7 @@ class SafetensorsFolder:
 
     def __init__(self, path: Path) -> None:
         self.name = path.name
+        self.folder = path
         self.metadata: Mapping[str, Any] = MappingProxyType(read_config(path))
         self.announced_bytes: int | None = None
         """Of all tensors, by the index; `None` where it does not say."""

@@ -18,7 +18,7 @@ from deepinfer_workers.checkpoint import Checkpoint
 from deepinfer_workers.kv import CacheShape, PagedKVCache
 from deepinfer_workers.models.llama_config import LlamaConfig
 from deepinfer_workers.models.llama_weights import LlamaWeights
-from deepinfer_workers.models.model import CacheNeeds, Step
+from deepinfer_workers.models.model import CacheNeeds, ModelOptions, Step, check_max_len
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,14 @@ class Llama:
 
     can_capture = True
 
-    def __init__(self, checkpoint: Checkpoint, ops: Ops, max_len: int, report: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, ops: Ops, options: ModelOptions, report: Callable[[int, int], None]
+    ) -> None:
+        """Raises `WorkerFault`."""
         self.config = LlamaConfig.read(checkpoint)
+        check_max_len(checkpoint.name, options.max_len, self.config.max_len)
         self.vocab_size = self.config.vocab_size
-        self.max_len = max_len or self.config.max_len
+        self.max_len = options.max_len or self.config.max_len
         self._ops = ops
         weights = LlamaWeights(checkpoint, self.config, report)
         self._embedding = weights.read("model.embed_tokens").to(ops.device, ops.dtype)  # [V, C]

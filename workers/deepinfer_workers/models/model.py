@@ -13,7 +13,9 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from deepinfer_kernels import PackedRows
+from deepinfer_protocol import WorkerConfig
 from deepinfer_workers.batch import Admission, DeviceBatch, Ints, Limits
+from deepinfer_workers.checkpoint import unsupported
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,30 @@ class Step:
     """[slots, positions] int32: every token known of every slot."""
     prefetched: object = None
     """What the model's `prefetch` gave for this step."""
+
+
+class ModelOptions(NamedTuple):
+    """What a configuration chooses of a model. A model without the part in question does not look at it."""
+
+    max_len: int = 0
+    """Positions; 0: the model's own limit."""
+    block_size: int = 16
+    keep_tokens: int | None = None
+    """Positions at the end of a prompt that a decoder half computes; `None`: all."""
+    cache_format: str = "auto"
+    quantizes_activations: bool = True
+    quantizes_caches: bool = True
+
+    @classmethod
+    def of(cls, config: WorkerConfig) -> ModelOptions:
+        return cls(
+            config.max_model_len,
+            config.block_size,
+            config.prefill_keep_tokens if config.prefill_truncation == "compact" else None,
+            config.cache_format,
+            config.quantize_activations,
+            config.quantize_cache,
+        )
 
 
 class CacheNeeds(NamedTuple):
@@ -80,3 +106,9 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Of `hidden` [R, C]: [R, V] float32."""
+
+
+def check_max_len(name: str, asked: int, own_limit: int) -> None:
+    """Raises `WorkerFault` when more positions are asked for than the model `name` has."""
+    if asked > own_limit:
+        raise unsupported(name, f"max_model_len {asked} is above the model's own {own_limit}")

@@ -56,7 +56,7 @@ class RowSource:
             return
         if self.index_compressor is not None:
             self._complete(self.index_compressor, x, positions, rows.pending_index, rows.index)
-        else:
+        elif len(latent):  # else no group is complete
             keys = self._rms_norm(self._wk(latent), self._key_norm, self._eps)
             self._store(keys, self.compressor, positions, rows.pending, rows.index)
 

@@ -39,7 +39,6 @@ class Block:
         table: RopeTable,
         formats: CacheFormats,
         experts: ExpertCache,
-        own_experts: range | None = None,
     ) -> None:
         name = f"layers.{layer}"
         self._reads_ahead = weights.config.family == "v4.1"
@@ -49,7 +48,7 @@ class Block:
         self._attention_norm = weights.norm(f"{name}.attn_norm")
         self._ffn_norm = weights.norm(f"{name}.ffn_norm")
         self._attention = Attention(weights, f"{name}.attn", layer, table, formats)
-        self._moe = MoE(weights, f"{name}.ffn", layer, experts, own_experts)
+        self._moe = MoE(weights, f"{name}.ffn", layer, experts)
 
     def make_rows(self, streams: Streams, positions: StepPositions, caches: LayerCaches, state: StepState) -> None:
         """A source layer's compressed rows, of all positions."""

@@ -55,7 +55,7 @@ class PagedRows:
     def read(self, indices: Tensor) -> Tensor:
         """[..., D] float32 of `indices` [...]."""
         rows = self._store.index_select(0, indices.flatten())
-        return self._format.unpack(rows).unflatten(0, indices.shape)
+        return self._format.unpack(rows).view(*indices.shape, -1)
 
 
 class Rings:

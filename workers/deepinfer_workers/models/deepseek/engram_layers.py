@@ -48,7 +48,7 @@ class EngramLayers:
         self._config = config
         self._device = weights.device
         self._image_token_id = weights.config.image_token_id
-        vocabulary = compressed_vocabulary(weights.checkpoint.folder / "tokenizer.json", weights.config.vocab_size)
+        vocabulary = compressed_vocabulary(weights.tensors.path / "tokenizer.json", weights.config.vocab_size)
         self._sources = [
             EngramSource(
                 EngramHash(config, vocabulary, self._image_token_id, layer),

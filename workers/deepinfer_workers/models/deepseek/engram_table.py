@@ -67,6 +67,8 @@ class _StoredRows:
 
     def take(self, rows: Ints) -> Tensor:
         """[T, R, width], of the mapped tensor's dtype."""
+        if not rows.size:  # numpy gives nothing strides that torch does not take
+            return self._data.new_empty(*rows.shape, self._data.shape[1])
         return torch.from_numpy(np.take(self._bytes, rows, axis=0)).view(self._data.dtype)
 
 

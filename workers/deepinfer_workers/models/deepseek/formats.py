@@ -7,8 +7,8 @@ caches' quantisation there is nothing to pack, and they hold what was computed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +37,8 @@ from deepinfer_workers.models.deepseek.config import DeepseekConfig
 _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class CacheFormats(NamedTuple):
+@dataclass(frozen=True)
+class CacheFormats:
     """One format a kind of row."""
 
     window: RowFormat

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 
@@ -16,7 +17,8 @@ MIN_ROLLBACK: Final = 5
 """Tokens that can be taken back, at least: as many as a draft block has."""
 
 
-class SourceRows(NamedTuple):
+@dataclass(frozen=True)
+class SourceRows:
     """The compressed rows of a source layer, and what is kept until a group is complete."""
 
     ratio: int
@@ -29,7 +31,8 @@ class SourceRows(NamedTuple):
     """V4: those of the index keys' own compressor."""
 
 
-class LayerCaches(NamedTuple):
+@dataclass(frozen=True)
+class LayerCaches:
     """What one layer keeps between steps."""
 
     window: Rings

@@ -2,16 +2,16 @@
 
 Knows nothing of plans or sampling. V4.1 is a causal encoder and a decoder that own one half of the layers each. All
 rows that prefixes share come from the encoder, so that of a long prompt the decoder needs to compute the end alone
-(`Truncation`).
+(truncation).
 
 Legend: `T` positions, `n` streams, `C` channels, `S` pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from deepinfer_kernels import Ops
 from deepinfer_workers.batch import Admission, DeviceBatch, Ints, Limits
-from deepinfer_workers.checkpoint import Checkpoint
 from deepinfer_workers.models.deepseek.attention import StepState
 from deepinfer_workers.models.deepseek.block import Block, Streams
 from deepinfer_workers.models.deepseek.config import DeepseekConfig
@@ -30,29 +29,12 @@ from deepinfer_workers.models.deepseek.layer_caches import DeepseekCaches, slot_
 from deepinfer_workers.models.deepseek.moe import ExpertCache
 from deepinfer_workers.models.deepseek.pieces import Pieces
 from deepinfer_workers.models.deepseek.positions import StepPositions
+from deepinfer_workers.models.deepseek.rank_tensors import RankTensors
 from deepinfer_workers.models.deepseek.rope import RopeTable
-from deepinfer_workers.models.deepseek.weights import DeepseekWeights, Quantization
-from deepinfer_workers.models.model import CacheNeeds, Step
+from deepinfer_workers.models.deepseek.weights import DeepseekWeights
+from deepinfer_workers.models.model import CacheNeeds, ModelOptions, Step
 
 EXPERT_CACHE_BYTES: Final = 1 << 30
-
-
-class Truncation(NamedTuple):
-    """How much of a prompt the decoder half computes."""
-
-    is_on: bool = True
-    keep_tokens: int = 140
-    """The last ones of the prompt."""
-
-
-class Options(NamedTuple):
-    """What a configuration may choose."""
-
-    quantization: Quantization = Quantization()
-    cache_format: str = "auto"
-    truncation: Truncation = Truncation()
-    own_experts: range | None = None
-    """The routed experts of this rank; `None`: all."""
 
 
 @dataclass
@@ -85,25 +67,24 @@ class Deepseek:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        tensors: RankTensors,
         config: DeepseekConfig,
         ops: Ops,
-        options: Options,
-        max_len: int,
-        report: Callable[[int, int], None],
+        options: ModelOptions,
     ) -> None:
-        """`max_len` 0: the model's own. The checkpoint's tensors have been checked."""
+        """Of the routed experts those of `tensors` are computed; the part of others in a sum is left out."""
         self.config = config
         self.vocab_size = config.vocab_size
-        self.max_len = max_len or config.max_len
-        self._ops, self._options = ops, options
-        self._formats = cache_formats(config, options.cache_format, quantizes=options.quantization.caches)
-        weights = DeepseekWeights(checkpoint, config, ops, options.quantization, report)
+        self.max_len = options.max_len or config.max_len
+        self._ops = ops
+        self._keep_tokens = options.keep_tokens if config.family == "v4.1" else None
+        self._formats = cache_formats(config, options.cache_format, quantizes=options.quantizes_caches)
+        weights = DeepseekWeights(tensors, config, ops, options.quantizes_activations)
         self._embedding = weights.stored("embed.weight").to(ops.device)  # [V, C], where it is mapped on the CPU
         tables = self._rope_tables()
         experts = ExpertCache(weights, EXPERT_CACHE_BYTES)
         self._blocks = [
-            Block(weights, layer, tables[ratio > 0], self._formats, experts, options.own_experts)
+            Block(weights, layer, tables[ratio > 0], self._formats, experts)
             for layer, ratio in enumerate(config.ratios)
         ]
         self._engram = None if config.engram is None else EngramLayers(weights, config.engram)
@@ -143,10 +124,10 @@ class Deepseek:
     def _decoder_start(self, admission: Admission) -> int:
         """Of the prompt, whatever was generated behind it before a preemption: that was computed in full, and is so
         again."""
-        truncation, sampling = self._options.truncation, admission.sampling
-        if not truncation.is_on or self.config.family != "v4.1" or sampling.num_prompt_logprobs >= 0:
+        sampling = admission.sampling
+        if self._keep_tokens is None or sampling.num_prompt_logprobs >= 0:
             return 0
-        return max((sampling.num_prompt or len(admission.tokens)) - truncation.keep_tokens, 0)
+        return max((sampling.num_prompt or len(admission.tokens)) - self._keep_tokens, 0)
 
     def prefetch(self, batch: DeviceBatch, starts: Ints) -> object:
         return None if self._engram is None else self._engram.prefetch(batch, starts)

@@ -71,7 +71,7 @@ class Gate:
         scores = _softplus(self._scores(x)).sqrt()  # [T, E]
         if self._table is None:
             biased = scores + self._bias_of(tokens)
-            experts = biased.sort(-1, descending=True, stable=True).indices[:, : config.experts_per_token]
+            experts = biased.sort(dim=-1, descending=True, stable=True).indices[:, : config.experts_per_token]
         else:
             experts = self._table.index_select(0, tokens)
         chosen = scores.gather(1, experts)
@@ -87,19 +87,16 @@ class Gate:
 
 
 class MoE:
-    """Gate, routed experts and the shared one."""
+    """Gate, routed experts and the shared one. Where this rank has a part of the experts, so the sum is a part."""
 
-    def __init__(
-        self, weights: DeepseekWeights, name: str, layer: int, experts: ExpertCache, own: range | None = None
-    ) -> None:
-        """`own`: the routed experts of this rank; the others' share of the sum is left out. By default all."""
+    def __init__(self, weights: DeepseekWeights, name: str, layer: int, experts: ExpertCache) -> None:
         config = weights.config
         self._name = name
         self._limit = config.swiglu_limit
         self._gate = Gate(weights, f"{name}.gate", layer)
         self._shared = read_expert(weights, f"{name}.shared_experts")
         self._experts = experts
-        self._own = range(config.num_experts) if own is None else own
+        self._own = weights.tensors.experts
 
     def __call__(self, x: Tensor, tokens: Tensor) -> Tensor:
         """`x` [T, C]: [T, C]. A token's experts are added up in the order of their numbers, the shared one last."""

@@ -9,16 +9,17 @@ Legend: `S` pieces, `T` positions of all pieces, `G` places that look back, `L` 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from deepinfer_workers.batch import Ints
 
 
-class Lookback(NamedTuple):
+@dataclass(frozen=True)
+class Lookback:
     """For each of `G` places: the `L` positions that end there, oldest first."""
 
     ring_slots: Tensor
@@ -114,5 +115,5 @@ class Pieces:
         is_new = rows * ratio >= floors[self.piece_of[ends]]
         return ends[is_new], rows[is_new]
 
-    def _tensor(self, values: Ints | np.ndarray) -> Tensor:  # type: ignore[type-arg]
+    def _tensor(self, values: Ints | npt.NDArray[np.bool_]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)

@@ -7,7 +7,7 @@ Legend: `S` pieces, `T` positions, `W` window, `G` groups that are complete, `K`
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,7 +20,8 @@ from deepinfer_workers.models.deepseek.pieces import Lookback, Pieces
 from deepinfer_workers.models.deepseek.sparse_attention import pad_keys
 
 
-class RingWrite(NamedTuple):
+@dataclass(frozen=True)
+class RingWrite:
     """What a ring keeps of a step."""
 
     kept: Tensor
@@ -29,7 +30,8 @@ class RingWrite(NamedTuple):
     places: Tensor
 
 
-class WindowKeys(NamedTuple):
+@dataclass(frozen=True)
+class WindowKeys:
     """Where each position finds the keys of its window."""
 
     ring_slots: Tensor
@@ -41,7 +43,8 @@ class WindowKeys(NamedTuple):
     write: RingWrite
 
 
-class Groups(NamedTuple):
+@dataclass(frozen=True)
+class Groups:
     """Compressed rows that a step completes."""
 
     lookback: Lookback

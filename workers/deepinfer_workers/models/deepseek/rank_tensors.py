@@ -7,6 +7,7 @@ encoder are left out where they are not served. Computes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Final
 
 from torch import Tensor
 
@@ -14,6 +15,9 @@ from deepinfer_workers.checkpoint import bad_file, unsupported
 from deepinfer_workers.models.deepseek.config import DeepseekConfig
 from deepinfer_workers.models.deepseek.tensors import DRAFT_GROUPS, TensorSpec, expected_tensors
 from deepinfer_workers.safetensors_folder import INDEX, SafetensorsFolder
+
+MAPPED_GROUPS: Final = frozenset({"engram table", "routed experts"})
+"""They stay in their files, and are read row by row and expert by expert when tokens ask for them."""
 
 
 def experts_of_rank(num_experts: int, num_ranks: int, rank: int) -> range:
@@ -70,43 +74,45 @@ def check_tensors(folder: SafetensorsFolder, specs: Mapping[str, TensorSpec]) ->
 
 
 class RankTensors:
-    """The tensors of one rank. All of the checkpoint fits its config, once constructed."""
+    """The tensors of one rank, by name. The whole checkpoint fits its config, once constructed."""
 
     def __init__(
         self,
         folder: SafetensorsFolder,
         config: DeepseekConfig,
-        report: Callable[[int, int], None],
-        *,
         num_ranks: int = 1,
         rank: int = 0,
+        *,
         has_drafts: bool = False,
         has_vision: bool = False,
+        report: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """`report(done_bytes, total_bytes)` is called as tensors are taken. Raises `WorkerFault`."""
+        """Of expert-parallel rank `rank` of `num_ranks`. `report(done, total)` gets the bytes that were given.
+
+        Raises `WorkerFault`.
+        """
         specs = expected_tensors(config)
         check_tensors(folder, specs)
         self.experts = experts_of_rank(config.num_experts, num_ranks, rank)
+        self.path = folder.folder
+        self.specs = tensors_of_rank(config, specs, num_ranks, rank, has_drafts=has_drafts, has_vision=has_vision)
         self._folder = folder
-        self._specs = tensors_of_rank(config, specs, num_ranks, rank, has_drafts=has_drafts, has_vision=has_vision)
         self._report = report
         self._done_bytes = 0
-        self.total_bytes = sum(self._num_bytes(name) for name in self._specs)
+        self.total_bytes = sum(map(self._num_bytes, self.specs))
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._specs
-
-    def take(self, name: str) -> Tensor:
-        """The tensor as stored, a view of the mapped file: to be copied or computed from, and not to be written to."""
-        assert name in self._specs, name
-        tensor = self._folder.stored(name)
-        self._done_bytes += self._num_bytes(name)
-        self._report(self._done_bytes, self.total_bytes)
-        return tensor
+    def stored(self, name: str) -> Tensor:
+        """The tensor as `SafetensorsFolder.stored` gives it. What other ranks have is not given."""
+        assert name in self.specs, name
+        num_bytes = self._num_bytes(name)
+        if num_bytes:
+            self._done_bytes += num_bytes
+            self._report(self._done_bytes, self.total_bytes)
+        return self._folder.stored(name)
 
     def _num_bytes(self, name: str) -> int:
-        """What is read of it at the load: an n-gram table stays in its file."""
-        return 0 if self._specs[name].group == "engram table" else self._folder.tensors[name].num_bytes
+        """What is read of it at the load."""
+        return 0 if self.specs[name].group in MAPPED_GROUPS else self._folder.tensors[name].num_bytes
 
 
 def _words(spec: TensorSpec) -> str:

@@ -23,7 +23,7 @@ def all_visible(num_visible: Tensor) -> Tensor:
 def best_rows(scores: Tensor, most: int) -> Tensor:
     """The `most` best of `scores` [T, n]; minus infinity is never chosen: [T, K]."""
     num_rows = scores.shape[1]
-    values, rows = scores.sort(-1, descending=True, stable=True)
+    values, rows = scores.sort(dim=-1, descending=True, stable=True)
     rows = torch.where(values[:, :most] > -torch.inf, rows[:, :most], num_rows).sort(-1).values
     return torch.where(rows < num_rows, rows, -1)
 
@@ -36,7 +36,7 @@ def candidate_mask(scores: Tensor, num_visible: Tensor, config: DeepseekConfig) 
     newest = torch.div(num_visible - 1, size, rounding_mode="floor")  # -1: nothing is visible
     blocks = torch.arange(peaks.shape[1], device=scores.device)
     peaks = peaks.masked_fill(blocks == newest[:, None], torch.inf)
-    values, order = peaks.sort(-1, descending=True, stable=True)
+    values, order = peaks.sort(dim=-1, descending=True, stable=True)
     is_kept = (values > -torch.inf) & (blocks < config.candidate_blocks)  # [T, blocks], by rank
     kept = torch.zeros_like(is_kept).scatter(1, order, is_kept)
     return kept.repeat_interleave(size, 1)[:, :num_rows]

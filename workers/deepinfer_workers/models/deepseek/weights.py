@@ -7,29 +7,18 @@ file, and are expanded when a token is sent to them (`moe.ExpertCache`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from math import prod
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from deepinfer_kernels import Ops, dequantize_fp4, dequantize_fp8_blocks, fake_quantize_activation
-from deepinfer_workers.checkpoint import Checkpoint
 from deepinfer_workers.models.deepseek.config import DeepseekConfig
+from deepinfer_workers.models.deepseek.rank_tensors import RankTensors
 
 Linear = Callable[[Tensor], Tensor]
 """[T, in] to [T, out]."""
 _FP8: Final = torch.float8_e4m3fn
-
-
-class Quantization(NamedTuple):
-    """What is rounded as the released model rounds it. Off: for parity with float references."""
-
-    activations: bool = True
-    """Inputs of products with FP8 and FP4 weights."""
-    caches: bool = True
-    """Keys, index keys and index queries."""
 
 
 class DeepseekWeights:
@@ -37,36 +26,32 @@ class DeepseekWeights:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        tensors: RankTensors,
         config: DeepseekConfig,
         ops: Ops,
-        quantization: Quantization,
-        report: Callable[[int], None] = lambda num_bytes: None,
+        quantizes_activations: bool,
     ) -> None:
-        """`report` gets the bytes of every tensor that has been read."""
+        """`quantizes_activations`: inputs of products with FP8 and FP4 weights are rounded to FP8."""
         self.config = config
         self.ops = ops
         self.device = ops.device
-        self.quantization = quantization
-        self.checkpoint = checkpoint
-        self._report = report
+        self._quantizes_activations = quantizes_activations
+        self.tensors = tensors
 
     def stored(self, name: str) -> Tensor:
         """As it lies in the file: a mapped tensor on the CPU."""
-        return self.checkpoint.stored(name)
+        return self.tensors.stored(name)
 
     def plain(self, name: str) -> Tensor:
         """Any shape, float32, on the device."""
-        tensor = self.stored(name)
-        self._count(tensor)
-        return tensor.to(self.device).to(torch.float32)
+        return self.stored(name).to(self.device).to(torch.float32)
 
     def norm(self, name: str) -> Tensor:
         return self.plain(f"{name}.weight")
 
     def plain_linear(self, name: str) -> Linear:
         """A float32 product whose weight `name` is stored in F32 or BF16."""
-        return partial(self.ops.linear, weight=self.ops.pack_linear(self.plain(name)))
+        return self.product(self.plain(name), quantizes=False)
 
     def linear(self, name: str) -> Linear:
         """The product `name`.weight, in the quantised form that it is stored in."""
@@ -76,21 +61,17 @@ class DeepseekWeights:
     def product(self, weight: Tensor, *, quantizes: bool) -> Linear:
         """A product with `weight` [out, in] float32, whose input is rounded to FP8 before if asked."""
         packed = self.ops.pack_linear(weight)
-        if not (quantizes and self.quantization.activations):
-            return partial(self.ops.linear, weight=packed)
+        if not (quantizes and self._quantizes_activations):
+            return lambda x: self.ops.linear(x, packed)
         return lambda x: self.ops.linear(fake_quantize_activation(x), packed)
 
     def matrix(self, name: str) -> tuple[Tensor, bool]:
         """`name`.weight [out, in] in float32, and whether it is stored quantised."""
         weight = self.stored(f"{name}.weight")
+        weight = weight.to(self.device)
         if weight.dtype not in (_FP8, torch.int8):
-            return self.plain(f"{name}.weight"), False
-        scales = self.stored(f"{name}.scale")
-        self._count(weight, scales)
-        weight, scales = weight.to(self.device), scales.to(self.device)
+            return weight.to(torch.float32), False
+        scales = self.stored(f"{name}.scale").to(self.device)
         if weight.dtype == torch.int8:
             return dequantize_fp4(weight, scales), True
         return dequantize_fp8_blocks(weight, scales, self.config.scale_block), True
-
-    def _count(self, *tensors: Tensor) -> None:
-        self._report(sum(prod(tensor.shape) * tensor.element_size() for tensor in tensors))
