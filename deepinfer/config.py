@@ -120,6 +120,11 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     ] = 0
 
     @property
+    def has_bounded_hits(self) -> bool:
+        """Prefix hits may be an approximation; never with the truncation off, which asks for none."""
+        return self.prefix_hits == "bounded" and self.prefill_truncation == "compact"
+
+    @property
     def model_cache_dir(self) -> Path:
         return Path(self.cache_dir).expanduser() if self.cache_dir else default_cache_dir(cache_home())
 

@@ -43,6 +43,8 @@ _SOUND: Final = b'[{"role": "system", "content": "."}, {"role": "user", "content
 class _Config(msgspec.Struct):
     model_type: Any = None
     architectures: Any = None
+    kv_source_layers: Any = None
+    """Only the file beside V4.1's official inference code has it, which names no architecture."""
 
 
 def deepseek_family(folder: Path) -> Family | None:
@@ -54,6 +56,8 @@ def deepseek_family(folder: Path) -> Family | None:
         return None
     except (OSError, msgspec.DecodeError, RecursionError) as error:
         raise ModelFileError(str(file), f"cannot be read: {error}") from None
+    if config.kv_source_layers is not None:
+        return "v4.1"
     architectures = config.architectures if isinstance(config.architectures, list) else []
     names = [name for name in (config.model_type, *architectures) if isinstance(name, str)]
     return next((_FAMILIES[name] for name in names if name in _FAMILIES), None)

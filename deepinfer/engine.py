@@ -23,7 +23,9 @@ from deepinfer.catalog import resolve
 from deepinfer.chat import chat_options
 from deepinfer.config import EngineConfig, resolve_config
 from deepinfer.core import CoreConfig, CoreStats, EngineCore
+from deepinfer.deepseek_chat import deepseek_family
 from deepinfer.errors import ConfigError, DeepInferError, EngineClosed, ForkedEngine, InvalidRequest, WrongLoop
+from deepinfer.fit import check_fit
 from deepinfer.group import ProgressReport, WorkerGroup
 from deepinfer.home import CallerLoop, OwnThread, call_threadsafe
 from deepinfer.intake import Intake, Messages, Prompt
@@ -123,6 +125,7 @@ class Engine:
     async def _open(self, tell: Callable[[str], None]) -> None:
         run = partial(asyncio.get_running_loop().run_in_executor, self._executor)
         path = await run(self._find_model, tell)
+        await run(self._check_fit, path)
         self._text = await run(self._load_text, path)
         await self._home.run(self._start_core(str(path or ""), tell))
         self._state = _State.RUNNING
@@ -131,6 +134,12 @@ class Engine:
         if self.config.model == FAKE_MODEL:
             return None
         return resolve(self.config.model, cache_dir=self.config.model_cache_dir, report=tell).path
+
+    def _check_fit(self, path: Path | None) -> None:
+        """Before anything is started, for models that may be larger than the machine. A GPU's memory is a worker's."""
+        has_weights = path is not None and path.is_dir() and self.config.load_format != "dummy"
+        if path is not None and has_weights and deepseek_family(path) is not None:
+            check_fit(path, counts_memory=self.config.accelerator == "cpu")
 
     def _load_text(self, path: Path | None) -> TextPipeline | None:
         if self.config.tokenizer:
@@ -146,7 +155,9 @@ class Engine:
         self._group = WorkerGroup(config, path, wire_version())
         ready = await self._group.wait_ready(config.start_timeout_s, _in_words(tell))
         self._limits = _limits(ready, self._text)
-        scheduler = Scheduler(_scheduler_config(config), [_shape(rank) for rank in ready], epoch=self._group.epoch)
+        scheduler = Scheduler(
+            _scheduler_config(config), [_shape(rank, config) for rank in ready], epoch=self._group.epoch
+        )
         self._core = EngineCore(scheduler, self._group.link, self._home.loop, _core_config(config), self._observers)
         self._core.on_failure = self._group.supervisor.kill
         next_seed = None if config.seed < 0 else partial(random.Random(config.seed).getrandbits, SEED_BITS)
@@ -457,8 +468,16 @@ def _limits(ready: list[Ready], text: TextPipeline | None) -> ModelLimits:
     )
 
 
-def _shape(ready: Ready) -> CacheShape:
-    return CacheShape(ready.num_slots, ready.num_blocks, ready.block_size, ready.weights_version)
+def _shape(ready: Ready, config: EngineConfig) -> CacheShape:
+    is_bounded = config.has_bounded_hits and ready.bounded_replay_tokens < ready.exact_replay_tokens
+    return CacheShape(
+        ready.num_slots,
+        ready.num_blocks,
+        ready.block_size,
+        ready.weights_version,
+        replay_tokens=ready.bounded_replay_tokens if is_bounded else ready.exact_replay_tokens,
+        is_replay_bounded=is_bounded,
+    )
 
 
 def _scheduler_config(config: EngineConfig) -> SchedulerConfig:

@@ -30,6 +30,10 @@ class CacheShape(Struct, frozen=True):
     num_blocks: int
     block_size: int
     weights_version: str = ""
+    replay_tokens: int = 0
+    """Positions before the end of a prefix hit that are computed again, to rebuild what a slot keeps for itself."""
+    is_replay_bounded: bool = False
+    """They are fewer than all that the slot state depends on: what is computed behind them is an approximation."""
 
 
 class PromptRow(NamedTuple):
@@ -84,6 +88,7 @@ class Rank:
         self._requeue = requeue
         self._prefix_cache = prefix_cache
         self._root = chain_root(shape.weights_version)
+        self._marked_root = chain_root(shape.weights_version, is_marked=True)
         self._free_slots = list(range(shape.num_slots - 1, -1, -1))
         self._generations = [0] * shape.num_slots
         self._retired: list[int] = []
@@ -239,17 +244,31 @@ class Rank:
         return num_bytes
 
     def match(self, seq: Sequence) -> list[int]:
-        """Blocks whose content is a prefix of the sequence's tokens; the last token is never among them."""
+        """Blocks whose content is a prefix of the sequence's tokens; the last token is never among them.
+
+        None where all of their positions would be replayed: without them it costs the same, and is exact.
+        """
         num_blocks = (len(seq.tokens) - 1) // self.shape.block_size
         hits: list[int] = []
         if self._prefix_cache and seq.may_adopt:
             extend_chain(seq.block_hashes, self._root, seq.tokens, self.shape.block_size, num_blocks)
-            for block_hash in seq.block_hashes[:num_blocks]:
-                block = self.pool.find(block_hash)
-                if block is None:
-                    break
-                hits.append(block)
-        return hits
+            self._follow(seq.block_hashes[:num_blocks], hits)
+            if self.shape.is_replay_bounded and len(hits) < num_blocks:
+                extend_chain(seq.marked_hashes, self._marked_root, seq.tokens, self.shape.block_size, num_blocks)
+                self._follow(seq.marked_hashes[:num_blocks], hits)
+        return hits if self.first_computed(hits) else []
+
+    def _follow(self, hashes: list[bytes], hits: list[int]) -> None:
+        """Add the blocks behind `hits` that are published under their place's hash, up to the first that is not."""
+        for block_hash in hashes[len(hits) :]:
+            block = self.pool.find(block_hash)
+            if block is None:
+                return
+            hits.append(block)
+
+    def first_computed(self, hits: list[int]) -> int:
+        """The first position that a sequence with these blocks computes; 0: they save it nothing."""
+        return max(len(hits) * self.shape.block_size - self.shape.replay_tokens, 0)
 
     def try_admit(self, seq: Sequence, hits: list[int]) -> bool:
         """Give a waiting sequence a slot and the blocks of all its known tokens, if there are enough."""
@@ -265,21 +284,22 @@ class Rank:
         self.drop_held(seq)
         seq.block_ids = hits + [self.pool.allocate() for _ in range(num_total - len(hits))]
         self._set_capacity(seq)
-        self._take_slot(seq, num_cached=len(hits))
+        self._take_slot(seq, hits)
         return True
 
     def _num_spare(self) -> int:
         """Blocks left alone at admission, so that those who run do not need each other's soon after."""
         return -(-len(self.decode) // self.shape.block_size)
 
-    def _take_slot(self, seq: Sequence, num_cached: int) -> None:
+    def _take_slot(self, seq: Sequence, hits: list[int]) -> None:
         slot = self._free_slots.pop()
         self._generations[slot] += 1
         if seq.tokens is seq.request.prompt:
             seq.tokens = seq.tokens[:]  # grows from here on
         seq.rank, seq.slot, seq.generation = self.index, slot, self._generations[slot]
-        seq.num_published = num_cached
-        seq.num_planned = num_cached * self.shape.block_size
+        seq.num_published = len(hits)
+        seq.num_planned = self.first_computed(hits)
+        seq.is_marked = self.shape.is_replay_bounded and bool(hits)
         seq.move(State.PREFILL)
         self.prefill[seq] = None
         self._num_admitted_bytes += self._num_bytes(seq)
@@ -288,7 +308,7 @@ class Rank:
                 slot=slot,
                 generation=seq.generation,
                 length=seq.num_planned,
-                floor=seq.num_planned,
+                floor=len(hits) * self.shape.block_size,
                 tokens=pack_int32(seq.tokens),
                 block_ids=pack_int32(seq.block_ids),
                 sampling=seq.request.sampling[seq.sample_index],
@@ -296,8 +316,10 @@ class Rank:
         )
 
     def hold_prompt(self, first: Sequence, others: list[Sequence]) -> None:
-        """Let the further samples of a prompt own its full blocks until they get a slot."""
+        """Let the further samples of a prompt own its full blocks until they get a slot, if that saves them work."""
         shared = first.block_ids[: (first.num_prompt - 1) // self.shape.block_size]
+        if not self.first_computed(shared):
+            shared = []
         for seq in others:
             seq.rank = self.index
             if shared:
@@ -375,15 +397,21 @@ class Rank:
         return any(self.pool.num_owners(block) == count for block, count in Counter(self.release.block_ids()).items())
 
     def publish(self, seq: Sequence) -> None:
-        """Let others adopt the blocks of `seq` that are full of known tokens and computed by steps sent so far."""
+        """Let others adopt the blocks of `seq` that are full of known tokens and computed by steps sent so far.
+
+        Those that it adopted are published already, and a replay brings no others.
+        """
         if not self._prefix_cache:
             return
         size = self.shape.block_size
         num_full = min(len(seq.tokens), seq.num_planned) // size
         if num_full > seq.num_published:
-            extend_chain(seq.block_hashes, self._root, seq.tokens, size, num_full)
+            hashes, root = seq.block_hashes, self._root
+            if seq.is_marked:
+                hashes, root = seq.marked_hashes, self._marked_root
+            extend_chain(hashes, root, seq.tokens, size, num_full)
             for index in range(seq.num_published, num_full):
-                self.pool.publish(seq.block_ids[index], seq.block_hashes[index])
+                self.pool.publish(seq.block_ids[index], hashes[index])
             seq.num_published = num_full
 
     def check_integrity(self) -> None:

@@ -114,7 +114,7 @@ class Request:
         self.first_token_s: float | None = None  # the metrics': of any sample
         self.is_paused = False  # its reader is too slow
         self.slow_since_s = inf  # the deadline that its pause has set
-        self.num_cached_tokens = 0  # of the first sample's first admission
+        self.num_cached_tokens = 0  # positions that the first sample's first admission did not compute
         self.num_preemptions = 0
         self.num_queued_tokens = len(prompt)  # its share of what waits
         self.num_unfinished = len(sampling)
@@ -165,9 +165,11 @@ class Sequence:
         "finish_reason",
         "generation",
         "held_block_ids",
+        "is_marked",
         "last_step",
         "last_token_s",
         "limit",
+        "marked_hashes",
         "max_length",
         "min_length",
         "num_planned",
@@ -199,6 +201,8 @@ class Sequence:
         self.capacity = 0  # tokens that its blocks hold
         self.limit = 0  # how far it may decode without a look: its blocks, or its length, end there
         self.block_hashes: list[bytes] = []
+        self.marked_hashes: list[bytes] = []  # of the same blocks, in the chain of bounded replays
+        self.is_marked = False  # its slot state was rebuilt by a bounded replay
         self.held_block_ids: list[int] = []  # prompt blocks kept for a sample that still waits
         self.finish_reason: FinishReason | None = None
         self.user: Any = None

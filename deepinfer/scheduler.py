@@ -308,7 +308,7 @@ class Scheduler:
         return sorted(
             matched,
             key=lambda pair: (
-                (pair[0].num_running - len(pair[1])) * pair[0].shape.block_size,
+                pair[0].num_running * pair[0].shape.block_size - pair[0].first_computed(pair[1]),
                 (pair[0].index + turn) % len(self.ranks),
             ),
         )

@@ -11,8 +11,9 @@ from deepinfer.request import Request
 from deepinfer.scheduler import Scheduler, SchedulerConfig, Step
 from deepinfer_protocol import SlotSampling, StepResult
 from deepinfer_workers.fake import FakeRunner
-from doubles.group import fake_config, no_masks
+from doubles.group import fake_config, no_masks, with_window
 from doubles.oracle import completion
+from doubles.published import Published, check_published
 
 VOCAB_SIZE = 97
 
@@ -20,12 +21,26 @@ VOCAB_SIZE = 97
 class Bench:
     """A scheduler and its workers. A step takes a second; `depth` of them are in flight."""
 
-    def __init__(self, *, depth: int = 2, num_ranks: int = 1, slots: int = 8, blocks: int = 256, **config: Any) -> None:
-        shape = CacheShape(slots, blocks, 4)
+    def __init__(
+        self,
+        *,
+        depth: int = 2,
+        num_ranks: int = 1,
+        slots: int = 8,
+        blocks: int = 256,
+        window: int = 0,
+        is_exact: bool = True,
+        **config: Any,
+    ) -> None:
+        """With `window`, slots keep a state of their own; without `is_exact` a hit rebuilds it as far as that."""
+        shape = with_window(CacheShape(slots, blocks, 4), window, is_exact=is_exact)
+        self.window, self.is_exact = window, is_exact
         self.scheduler = Scheduler(
             SchedulerConfig(**{"max_batch_tokens": 2048, "prefill_chunk": 512, **config}), [shape] * num_ranks
         )
-        self.runners = [FakeRunner(fake_config(shape, rank, num_ranks, VOCAB_SIZE)) for rank in range(num_ranks)]
+        self.runners = [
+            FakeRunner(fake_config(shape, rank, num_ranks, VOCAB_SIZE, window)) for rank in range(num_ranks)
+        ]
         self.depth = depth
         self.in_flight: deque[tuple[Step, list[StepResult]]] = deque()
         self.now = 0.0
@@ -79,6 +94,7 @@ class Bench:
             if not self.scheduler.requests and not self.in_flight:
                 assert self.scheduler.stats().num_blocks_used == 0
                 self.check_tokens()
+                self.check_published()
                 return count
             self.step()
         raise AssertionError(f"no end after {limit} steps: {self.scheduler.stats()}")
@@ -86,8 +102,18 @@ class Bench:
     def check_tokens(self) -> None:
         for request in self.requests:
             for seq in request.samples:
+                if not self.is_exact and (request.num_cached_tokens or request.num_preemptions or seq.sample_index):
+                    continue  # it may descend from a bounded hit
                 wanted, _ = completion(
-                    request.prompt, request.sampling[seq.sample_index], request.max_length, frozenset(), VOCAB_SIZE
+                    request.prompt,
+                    request.sampling[seq.sample_index],
+                    request.max_length,
+                    frozenset(),
+                    VOCAB_SIZE,
+                    self.window,
                 )
                 got = list(seq.tokens[seq.num_prompt :])
                 assert got == wanted or seq.finish_reason not in ("stop", "length"), request.request_id
+
+    def check_published(self) -> Published:
+        return check_published(self.scheduler.ranks, self.runners, self.requests, self.window)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import msgspec
+
 from deepinfer.link import LinkListener
 from deepinfer.rank import CacheShape
 from deepinfer_protocol import (
@@ -26,7 +28,9 @@ def no_masks() -> MaskBatch:
     raise AssertionError("nobody sent masks")
 
 
-def fake_config(shape: CacheShape, rank: int = 0, num_ranks: int = 1, vocab_size: int = 97) -> WorkerConfig:
+def fake_config(
+    shape: CacheShape, rank: int = 0, num_ranks: int = 1, vocab_size: int = 97, window: int = 0
+) -> WorkerConfig:
     return worker_config(
         rank=rank,
         num_ranks=num_ranks,
@@ -34,7 +38,16 @@ def fake_config(shape: CacheShape, rank: int = 0, num_ranks: int = 1, vocab_size
         block_size=shape.block_size,
         num_blocks=shape.num_blocks,
         fake_vocab_size=vocab_size,
+        fake_replay_tokens=window,
     )
+
+
+def with_window(shape: CacheShape, window: int, *, is_exact: bool) -> CacheShape:
+    """`shape` where slots keep a state of `window` positions, which hits rebuild in one of the two ways."""
+    ready = FakeRunner(fake_config(shape, window=window)).load(lambda done, total: None)
+    bounded, exact = ready.bounded_replay_tokens, ready.exact_replay_tokens
+    is_bounded = not is_exact and bounded < exact
+    return msgspec.structs.replace(shape, replay_tokens=bounded if is_bounded else exact, is_replay_bounded=is_bounded)
 
 
 class FenceGuard:
@@ -53,7 +66,7 @@ class FenceGuard:
                 f"slot {admit.slot} is in flight"
             )
             block_ids = list(unpack_int32(admit.block_ids))
-            self._check_fresh(block_ids[admit.length // self._block_size :])
+            self._check_fresh(block_ids[admit.floor // self._block_size :])
             self._blocks_of[admit.slot] = block_ids
         for slot, block in zip(*split_columns(plan.appends, 2), strict=True):
             self._check_fresh([block])
@@ -72,10 +85,20 @@ class FenceGuard:
 class SimulatedGroup:
     """Implements `WorkerLink`. Each rank is a device with a queue; a step takes as long as its slowest rank."""
 
-    def __init__(self, clock: VirtualClock, shape: CacheShape, num_ranks: int, seed: int, vocab_size: int = 97) -> None:
+    def __init__(
+        self,
+        clock: VirtualClock,
+        shape: CacheShape,
+        num_ranks: int,
+        seed: int,
+        vocab_size: int = 97,
+        window: int = 0,
+    ) -> None:
         self._clock = clock
         self._random = random.Random(seed)
-        self._runners = [FakeRunner(fake_config(shape, rank, num_ranks, vocab_size)) for rank in range(num_ranks)]
+        self.runners = [
+            FakeRunner(fake_config(shape, rank, num_ranks, vocab_size, window)) for rank in range(num_ranks)
+        ]
         self._guards = [FenceGuard(shape.block_size) for _ in range(num_ranks)]
         self._free_s = [0.0] * num_ranks
         self._answered_s = [0.0] * num_ranks
@@ -84,7 +107,7 @@ class SimulatedGroup:
 
     @property
     def num_ranks(self) -> int:
-        return len(self._runners)
+        return len(self.runners)
 
     def listen(self, listener: LinkListener) -> None:
         self._listener = listener
@@ -104,7 +127,7 @@ class SimulatedGroup:
         self._clock.call_at(answered_s, lambda: self._answer(rank, plan))
 
     def _answer(self, rank: int, plan: StepPlan) -> None:
-        runner = self._runners[rank]
+        runner = self.runners[rank]
         output = runner.compute(runner.build(plan), no_masks)
         result = StepResult(plan.epoch, plan.step_id, rank, 0, 0, 0, *output)
         self._guards[rank].answered(plan)

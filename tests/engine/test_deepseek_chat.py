@@ -236,6 +236,7 @@ def test_without_the_recipe_the_extra_is_named(tmp_path: Path, monkeypatch: pyte
         ({"architectures": ["DeepseekV41ForCausalLM"]}, "v4.1"),
         ({"model_type": "deepseek_v4", "architectures": None}, "v4"),
         ({"architectures": ["Other", "DeepseekV4ForCausalLM"]}, "v4"),
+        ({"dim": 5120, "kv_source_layers": [2, 8, 14, 20]}, "v4.1"),
         ({"model_type": "llama"}, None),
         ({"model_type": ["deepseek_v4"], "architectures": 3}, None),
         ({}, None),

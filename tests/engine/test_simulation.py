@@ -6,7 +6,7 @@ import itertools
 import random
 from array import array
 from math import inf
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import pytest
 from msgspec.structs import replace
@@ -18,8 +18,9 @@ from deepinfer.scheduler import Scheduler, SchedulerConfig
 from deepinfer.stream import Mailbox, TokenChunk
 from deepinfer_protocol import LogitShaping, SlotSampling, pack_float32, pack_int32
 from doubles.clock import VirtualClock
-from doubles.group import SimulatedGroup
+from doubles.group import SimulatedGroup, with_window
 from doubles.oracle import completion
+from doubles.published import Published, check_published
 
 VOCAB_SIZE = 97
 WHOLE = 1 << 20
@@ -33,6 +34,8 @@ class Case(NamedTuple):
     preempted: bool
     seeded: bool
     num_ranks: int
+    window: int = 0
+    """What slots keep for themselves; hits are exact."""
 
 
 AXES = list(
@@ -48,19 +51,19 @@ AXES = list(
 class Simulation:
     """One engine core over simulated workers, and the requests that were sent to it."""
 
-    def __init__(self, case: Case, seed: int) -> None:
+    def __init__(self, case: Case, seed: int, *, is_exact: bool = True) -> None:
         self.case = case
         self.random = random.Random(seed)
         self.clock = VirtualClock()
         self.block_size = self.random.choice((4, 16))
-        shape = self._shape()
+        shape = with_window(self._shape(), case.window, is_exact=is_exact)
         config = SchedulerConfig(
             max_batch_tokens=max(self.random.choice((32, 128, 512)), shape.num_slots),
             prefill_chunk=case.chunk,
             prefix_cache=case.prefix_cache,
         )
         self.scheduler = Scheduler(config, [shape] * case.num_ranks)
-        self.group = SimulatedGroup(self.clock, shape, case.num_ranks, seed, VOCAB_SIZE)
+        self.group = SimulatedGroup(self.clock, shape, case.num_ranks, seed, VOCAB_SIZE, case.window)
         self.core = EngineCore(self.scheduler, self.group, self.clock, CoreConfig(overlap=case.overlap))
         self.requests: list[Request] = []
         self.chunks: dict[str, list[TokenChunk]] = {}
@@ -153,15 +156,18 @@ class Simulation:
         entries = [(entry.token_id, len(entry.top), entry.logprob, entry.rank) for entry in told[1:]]
         assert entries == [(prompt[place], num_best, -place, place) for place in range(1, len(prompt))]
 
+    def check_published(self) -> Published:
+        return check_published(self.scheduler.ranks, self.group.runners, self.requests, self.case.window)
+
     def wanted(self, request: Request) -> list[tuple[list[int], str]]:
         return [
-            completion(request.prompt, sampling, request.max_length, request.stop_ids, VOCAB_SIZE)
+            completion(request.prompt, sampling, request.max_length, request.stop_ids, VOCAB_SIZE, self.case.window)
             for sampling in request.sampling
         ]
 
 
-def simulate(case: Case, seed: int) -> Simulation:
-    simulation = Simulation(case, seed)
+def simulate(case: Case, seed: int, *, is_exact: bool = True) -> Simulation:
+    simulation = Simulation(case, seed, is_exact=is_exact)
     for _ in range(case.batch):
         n = simulation.random.choice((1, 1, 1, 3)) if case.batch > 1 else 1
         simulation.submit_at(simulation.random.uniform(0, 0.1), simulation.request(n=n))
@@ -179,6 +185,7 @@ def check(case: Case, seed: int) -> int:
         assert simulation.outputs(request) == simulation.wanted(request), f"{case=} {seed=} {request.request_id=}"
         simulation.check_prompt_logprobs(request)
     assert all(len(sizes) == 1 for sizes in simulation.group.padded_positions.values())
+    assert simulation.check_published().num_marked == 0
     return simulation.scheduler.stats().num_preempted
 
 
@@ -198,6 +205,36 @@ def test_every_schedule_gives_the_same_tokens(part: int) -> None:
     assert num_preempted > 50, "the preempted cases hardly preempt"
 
 
+WINDOWED: Final = [case._replace(window=window) for case in AXES if case.prefix_cache for window in (2, 5)]
+"""256 points: a window reaches 3 or 12 positions back, further than some hits and less far than others."""
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_every_schedule_gives_the_same_tokens_where_slots_have_a_state(part: int) -> None:
+    """A hit that is exact gives the tokens of a run without it."""
+    num_preempted = sum(check(case, seed=2_000_000 + index) for index, case in enumerate(WINDOWED[part::4]))
+    assert num_preempted > 20, "the preempted cases hardly preempt"
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_whatever_the_schedule_a_bounded_hit_leaves_its_mark(part: int) -> None:
+    """No block without a mark is an approximation; and nobody has one who was not given it by a hit."""
+    seen = [check_bounded(case, seed=3_000_000 + index) for index, case in enumerate(WINDOWED[part::4])]
+    assert sum(published.num_exact for published in seen) > 100
+    assert sum(published.num_off for published in seen) > 10, "the marks are there for nothing"
+
+
+def check_bounded(case: Case, seed: int) -> Published:
+    simulation = simulate(case, seed, is_exact=False)
+    for request in simulation.requests:
+        outputs, wanted = simulation.outputs(request), simulation.wanted(request)
+        if request.num_cached_tokens == request.num_preemptions == 0:
+            assert outputs[0] == wanted[0], f"{case=} {seed=} {request.request_id=}"
+        assert all(reason in ("stop", "length") for _, reason in outputs)
+        simulation.check_prompt_logprobs(request)
+    return simulation.check_published()
+
+
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(16))
@@ -206,3 +243,13 @@ def test_every_schedule_gives_the_same_tokens_at_length(part: int) -> None:
         if index // 16 == part:
             for seed in range(80):
                 check(case, seed=1_000_000 + 1000 * index + seed)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(16))
+def test_every_schedule_keeps_the_state_of_slots_at_length(part: int) -> None:
+    for index, case in enumerate(WINDOWED[part::16]):
+        for seed in range(40):
+            check(case, seed=4_000_000 + 1000 * index + seed)
+            check_bounded(case, seed=5_000_000 + 1000 * index + seed)

@@ -2,12 +2,17 @@
 
 The KV row of a position is stamped with (token, position) and carries the hash of the prefix that ends there. A read
 asserts every stamp, so a block that was freed too early, shared wrongly or evicted under a reader is found at the
-step that reads it. Knows nothing of torch.
+step that reads it.
+
+With `fake_replay_tokens` a slot has a state of its own besides, as models with window attention do: a row's hash then
+depends on what layers of windows make of the latest tokens, so that it differs where a state was not rebuilt far
+enough. Knows nothing of torch.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from math import inf
 from typing import Final, NamedTuple
@@ -37,7 +42,7 @@ _FNV_OFFSET: Final = 0xCBF29CE484222325
 _FNV_PRIME: Final = 0x100000001B3
 _DEFAULT_NUM_BLOCKS: Final = 65_536
 _LAYERS: Final = 3
-"""Of a window each: how far back the slot state of a position reaches, in windows."""
+"""Of a window each: what comes out of the last one reaches as often a window, less the position itself, back."""
 
 
 class FakeBatch(NamedTuple):
@@ -56,18 +61,23 @@ class _Slot:
         "bad_words",
         "banned",
         "blocks",
+        "floor",
         "generation",
         "length",
         "sampling",
         "shaping",
         "stop_ids",
         "tokens",
+        "window",
     )
 
-    def __init__(self, admit: SlotAdmit) -> None:
+    def __init__(self, admit: SlotAdmit, window: int) -> None:
+        """`window` in positions; 0: a slot keeps nothing for itself."""
         self.generation = admit.generation
         self.tokens = list(unpack_int32(admit.tokens))
         self.length = admit.length
+        self.floor = admit.floor
+        self.window = _Window(admit, window) if window else None
         self.blocks = list(unpack_int32(admit.block_ids))
         self.sampling: SlotSampling = admit.sampling
         self.stop_ids = frozenset(unpack_int32(admit.sampling.stop_ids))
@@ -82,6 +92,30 @@ class _Slot:
     def output(self) -> list[int]:
         """What was generated so far."""
         return self.tokens[self.sampling.num_prompt :]
+
+
+class _Window:
+    """What layers of window attention keep for one sequence: of each the values of its latest positions."""
+
+    def __init__(self, admit: SlotAdmit, width: int) -> None:
+        self._slot, self._width = admit.slot, width
+        self._start, self._floor = admit.length, admit.floor
+        self._layers: list[deque[int]] = [deque(maxlen=width) for _ in range(_LAYERS)]
+
+    def push(self, token: int, position: int) -> int:
+        """What comes out of the last layer at the next position. Behind a replay every window must be whole."""
+        oldest = position - self._width + 1
+        if position >= self._floor and oldest < self._start > 0:
+            raise AssertionError(
+                f"slot {self._slot}: the window of position {position} begins at {oldest}, the replay at {self._start}"
+            )
+        value = token + 1
+        for layer in self._layers:
+            layer.append(value)
+            value = _FNV_OFFSET
+            for key in layer:
+                value = _mix(value, key)
+        return value
 
 
 class FakeKV:
@@ -102,10 +136,8 @@ class FakeKV:
         stamps.append(stamp)
         hashes.append(prefix_hash)
 
-    def read(self, blocks: list[int], tokens: list[int], length: int) -> int:
-        """The hash of the first `length` tokens, after a check of all their stamps."""
-        if length == 0:
-            return _FNV_OFFSET
+    def check(self, blocks: list[int], tokens: list[int], length: int) -> None:
+        """Are the first `length` rows those of `tokens`? Raises `AssertionError`."""
         size = self._block_size
         if self._check_stamps:
             for index in range(-(-length // size)):
@@ -114,7 +146,12 @@ class FakeKV:
                 found = self._stamps.get(blocks[index], [])[: stop - start]
                 if found != wanted:
                     raise AssertionError(f"block {blocks[index]} holds {found}, {wanted} was expected")
-        return self._hashes[blocks[(length - 1) // size]][(length - 1) % size]
+
+    def hash_at(self, blocks: list[int], length: int) -> int:
+        """The hash that the row of the last of `length` positions carries."""
+        if length == 0:
+            return _FNV_OFFSET
+        return self._hashes[blocks[(length - 1) // self._block_size]][(length - 1) % self._block_size]
 
 
 class FakeRunner:
@@ -123,7 +160,7 @@ class FakeRunner:
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self._slots: dict[int, _Slot] = {}
-        self._kv = FakeKV(config.block_size, config.fake_check_stamps)
+        self.kv = FakeKV(config.block_size, config.fake_check_stamps)
         self._num_blocks = config.num_blocks or _DEFAULT_NUM_BLOCKS
         self._deadline_s = 0.0
 
@@ -145,7 +182,7 @@ class FakeRunner:
             slot_bytes=0,
             global_bytes_per_token=0.0,
             bounded_replay_tokens=config.fake_replay_tokens,
-            exact_replay_tokens=_LAYERS * config.fake_replay_tokens,
+            exact_replay_tokens=max(config.fake_replay_tokens, _LAYERS * (config.fake_replay_tokens - 1)),
             weights_version="fake",
             device="none",
         )
@@ -216,14 +253,14 @@ class FakeRunner:
         for admit in plan.admits:
             if admit.slot in self._slots:
                 raise ProtocolError(f"slot {admit.slot} is admitted twice")
-            self._slots[admit.slot] = _Slot(admit)
+            self._slots[admit.slot] = _Slot(admit, self._config.fake_replay_tokens)
         for slot, block in zip(*split_columns(plan.appends, 2), strict=True):
             if slot not in self._slots:
                 raise ProtocolError(f"block {block} is appended to slot {slot}, which is empty")
             self._slots[slot].blocks.append(block)
 
     def _forward(self, slot: int, generation: int, num_positions: int) -> int:
-        """Write the KV rows of the next positions. Returns the hash of the prefix that they end."""
+        """Write the KV rows of the next positions from the floor on. Returns the hash of the prefix that they end."""
         state = self._slots.get(slot)
         if state is None or state.generation != generation:
             raise ProtocolError(f"slot {slot} does not hold generation {generation}")
@@ -231,11 +268,14 @@ class FakeRunner:
         end = state.length + num_positions
         if end > min(len(state.tokens), len(state.blocks) * size):
             raise ProtocolError(f"slot {slot}: {end} positions, {len(state.tokens)} tokens, {len(state.blocks)} blocks")
-        prefix_hash = self._kv.read(state.blocks, state.tokens, state.length)
+        self.kv.check(state.blocks, state.tokens, max(state.length, state.floor))
+        prefix_hash = self.kv.hash_at(state.blocks, max(state.length, min(state.floor, end)))
         for position in range(state.length, end):
             token = state.tokens[position]
-            prefix_hash = ((prefix_hash ^ (token + 1)) * _FNV_PRIME) & _MASK64
-            self._kv.write(state.blocks[position // size], position % size, (token, position), prefix_hash)
+            value = token + 1 if state.window is None else state.window.push(token, position)
+            if position >= state.floor:
+                prefix_hash = _mix(prefix_hash, value)
+                self.kv.write(state.blocks[position // size], position % size, (token, position), prefix_hash)
         state.length = end
         return prefix_hash
 
@@ -259,6 +299,10 @@ class FakeRunner:
                 return choice
             fallback = choice if fallback is None else fallback
         return token if fallback is None else fallback
+
+
+def _mix(prefix_hash: int, value: int) -> int:
+    return ((prefix_hash ^ value) * _FNV_PRIME) & _MASK64
 
 
 def _passing_bans(state: _Slot) -> set[int]:

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,7 +65,8 @@ class SafetensorsWriter:
             file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
 
     def _lay_out(self, path: Path, shard: list[Slot]) -> None:
-        offset, fields = 0, {}
+        offset = 0
+        fields: dict[str, dict[str, Any]] = {}
         for slot in sorted(shard, key=lambda slot: -DTYPES[slot.dtype].itemsize):
             end = offset + slot.num_bytes
             fields[slot.name] = {"dtype": slot.dtype, "shape": slot.shape, "data_offsets": [offset, end]}
@@ -79,7 +80,7 @@ class SafetensorsWriter:
             self._places[slot.name] = path, len(header) + fields[slot.name]["data_offsets"][0]
 
 
-def header_bytes(fields: dict[str, dict[str, object]]) -> bytes:
+def header_bytes(fields: dict[str, dict[str, Any]]) -> bytes:
     """What a file begins with: the length of its table of tensors, and the table."""
     text = json.dumps(fields, separators=(",", ":")).encode()
     text = text.ljust(-(-(len(text) + _LENGTH.size) // ALIGNMENT) * ALIGNMENT - _LENGTH.size)

@@ -27,7 +27,7 @@ def load_deepseek(
     if config.family == "v4.1":
         check_keep(options.keep_tokens, config.window, 0 if config.dspark is None else config.dspark.block_size)
     check_block_size(options.block_size, config)
-    tensors = RankTensors(checkpoint, config, report)
+    tensors = RankTensors(checkpoint, config, report=report)
     return Deepseek(tensors, config, ops, options)
 
 

@@ -74,36 +74,36 @@ def check_tensors(folder: SafetensorsFolder, specs: Mapping[str, TensorSpec]) ->
 
 
 class RankTensors:
-    """The tensors of one rank. All of the checkpoint fits its config, once constructed."""
+    """The tensors of one rank, by name. The whole checkpoint fits its config, once constructed."""
 
     def __init__(
         self,
         folder: SafetensorsFolder,
         config: DeepseekConfig,
-        report: Callable[[int, int], None],
-        *,
         num_ranks: int = 1,
         rank: int = 0,
+        *,
         has_drafts: bool = False,
         has_vision: bool = False,
+        report: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """`report(done_bytes, total_bytes)` is called as tensors are taken. Raises `WorkerFault`."""
+        """Of expert-parallel rank `rank` of `num_ranks`. `report(done, total)` gets the bytes that were given.
+
+        Raises `WorkerFault`.
+        """
         specs = expected_tensors(config)
         check_tensors(folder, specs)
         self.experts = experts_of_rank(config.num_experts, num_ranks, rank)
         self.path = folder.folder
+        self.specs = tensors_of_rank(config, specs, num_ranks, rank, has_drafts=has_drafts, has_vision=has_vision)
         self._folder = folder
-        self._specs = tensors_of_rank(config, specs, num_ranks, rank, has_drafts=has_drafts, has_vision=has_vision)
         self._report = report
         self._done_bytes = 0
-        self.total_bytes = sum(self._num_bytes(name) for name in self._specs)
+        self.total_bytes = sum(map(self._num_bytes, self.specs))
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._specs
-
-    def take(self, name: str) -> Tensor:
-        """The tensor as stored, a view of the mapped file: to be copied or computed from, and not to be written to."""
-        assert name in self._specs, name
+    def stored(self, name: str) -> Tensor:
+        """The tensor as `SafetensorsFolder.stored` gives it. What other ranks have is not given."""
+        assert name in self.specs, name
         num_bytes = self._num_bytes(name)
         if num_bytes:
             self._done_bytes += num_bytes
@@ -112,7 +112,7 @@ class RankTensors:
 
     def _num_bytes(self, name: str) -> int:
         """What is read of it at the load."""
-        return 0 if self._specs[name].group in MAPPED_GROUPS else self._folder.tensors[name].num_bytes
+        return 0 if self.specs[name].group in MAPPED_GROUPS else self._folder.tensors[name].num_bytes
 
 
 def _words(spec: TensorSpec) -> str:

@@ -42,6 +42,11 @@ class TensorSpec(NamedTuple):
     """Of a routed expert, in a layer or in a draft stage."""
 
     @property
+    def is_table(self) -> bool:
+        """It stays in its file: rows are fetched when tokens ask for them."""
+        return self.group == "engram table"
+
+    @property
     def num_bytes(self) -> int:
         """As released."""
         return prod(self.shape) * ITEM_BYTES[self.dtypes[0]]

@@ -40,7 +40,7 @@ class DeepseekWeights:
 
     def stored(self, name: str) -> Tensor:
         """As it lies in the file: a mapped tensor on the CPU."""
-        return self.tensors.take(name)
+        return self.tensors.stored(name)
 
     def plain(self, name: str) -> Tensor:
         """Any shape, float32, on the device."""
