@@ -21,7 +21,7 @@ from deepinfer_workers.batch import Admission, DeviceBatch, Limits
 from deepinfer_workers.models.deepseek import model as model_module
 from deepinfer_workers.models.deepseek.block import Block, Streams
 from deepinfer_workers.models.deepseek.caches import RowFormat, float_format
-from deepinfer_workers.models.deepseek.formats import CacheFormats
+from deepinfer_workers.models.deepseek.formats import CacheFormats, cache_formats
 from deepinfer_workers.models.deepseek.model import Deepseek
 from deepinfer_workers.models.model import ModelOptions, Step
 from deepinfer_workers.models.registry import load_model
@@ -56,10 +56,9 @@ class Probe:
             cache_format="float32",
         )
         self._rounded: dict[str, Tensor] = {}
-        original = model_module.cache_formats
 
         def watched_formats(*args: Any, **kwargs: Any) -> CacheFormats:
-            made = original(*args, **kwargs)
+            made = cache_formats(*args, **kwargs)
             return CacheFormats(
                 self._watch("window", made.window), self._watch("main", made.main), self._watch("index", made.index)
             )
@@ -77,7 +76,8 @@ class Probe:
         self._watch_blocks()
 
     def close(self) -> None:
-        self.model.close()
+        if self.model._engram is not None:
+            self.model._engram._prefetcher.close()
 
     def run(self, ids: Sequence[int], forced: Sequence[Streams] = ()) -> tuple[Tensor, list[Passed]]:
         """Logits [T, vocab] of one full forward, and what passed each layer.
