@@ -10,6 +10,7 @@ from deepinfer import Engine, SamplingParams
 
 PROMPT: Final = [7 * index % 97 for index in range(60)]
 GREEDY: Final = SamplingParams(max_tokens=12, temperature=0.0)
+COLD: Final = SamplingParams(max_tokens=12, temperature=0.0, skip_reading_prefix_cache=True)
 FAKE: Final[dict[str, Any]] = {"fake_vocab_size": 97, "fake_replay_tokens": 9}
 
 pytestmark = pytest.mark.usefixtures("no_tasks_left")
@@ -29,9 +30,7 @@ pytestmark = pytest.mark.usefixtures("no_tasks_left")
 async def test_the_settings_say_how_much_of_a_hit_is_computed_again(settings: dict[str, Any], num_cached: int) -> None:
     prompt = [*PROMPT[:50], 1, 2, 3]
     async with Engine("fake", **{**FAKE, **settings}) as engine:
-        cold = await engine.generate(
-            prompt, SamplingParams(max_tokens=12, temperature=0.0, skip_reading_prefix_cache=True)
-        )
+        cold = await engine.generate(prompt, COLD)
         await engine.generate(PROMPT, GREEDY)
         hit = await engine.generate(prompt, GREEDY)
         assert (cold.num_cached_tokens, hit.num_cached_tokens) == (0, num_cached)
@@ -41,7 +40,7 @@ async def test_the_settings_say_how_much_of_a_hit_is_computed_again(settings: di
 
 
 async def test_samples_of_a_long_prompt_replay_its_end_and_say_what_each_says_alone() -> None:
-    params = SamplingParams(max_tokens=12, temperature=1.0, seed=3, n=3)
+    params = SamplingParams(max_tokens=12, temperature=1.0, seq_seed=3, n=3)
     async with Engine("fake", prefix_hits="exact", max_num_seqs=2, **FAKE) as engine:
         together = await engine.generate(PROMPT, params)
     async with Engine("fake", prefix_cache=False, prefix_hits="exact", **FAKE) as engine:
