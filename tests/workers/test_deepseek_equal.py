@@ -5,6 +5,7 @@ To the bit on the row-invariant path with everything rounded as released; within
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,15 @@ FAMILIES = {"v4.1": (tiny_v41, EXACT, 256), "v4": (tiny_v4, EXACT._replace(block
 SLOW = settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 Folders = dict[str, Path]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Products this small are done before a second thread has woken up."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
