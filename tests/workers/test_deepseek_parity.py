@@ -18,7 +18,7 @@ from torch import Tensor
 from deepinfer_workers.models.deepseek.block import Streams
 from doubles.deepseek_probe import Passed, Probe
 from doubles.hf_v4 import HfV4
-from doubles.nemo_v41 import Layer, NemoV41, Trace, random_ids
+from doubles.nemo_v41 import IMAGE_TOKEN, Layer, NemoV41, Trace, random_ids
 
 ATOL: Final = 1e-4
 TIE: Final = 2e-6
@@ -126,6 +126,19 @@ def test_v41_computes_what_the_oracle_does(seed: int, probe: Callable[..., Probe
         assert_close(ours.after.shares, theirs.shares, f"mix behind layer {layer}")
         assert torch.equal(chosen(ours), chosen_by(expected.layers[layer])), f"rows chosen for layer {layer}"
     assert_close(logits, expected.logits, "logits")
+
+
+def test_v41_treats_image_tokens_as_the_oracle_does(probe: Callable[..., Probe]) -> None:
+    """Another bias of the gates, no Engram, and no n-gram across them."""
+    oracle, ids = NemoV41(50, sees_images=True, **SOME_ROWS), random_ids(70, 50)
+    ids[5:17], ids[40] = [IMAGE_TOKEN] * 12, IMAGE_TOKEN
+    expected = oracle.trace(ids)
+    leave_out_ties(expected.margin)
+    logits, _ = probe(oracle).run(ids)
+    assert_close(logits, expected.logits, "logits")
+    for layer in oracle.model.model.layers.values():
+        layer.ffn.gate.bias_vl.zero_()
+    assert (oracle.trace(ids).logits - logits).abs().max() > 100 * ATOL
 
 
 @pytest.mark.parametrize("seed", seeds(6))
