@@ -232,19 +232,19 @@ class NemoV41:
             for layer in model.layers.values():
                 cached.clear()
                 given = streams, pre, state
-                with _watched(layer, cached) as margins:
-                    streams, pre, state = layer(*given, **self._options(layer, tokens))
+                options = self._options(layer, tokens)
+                with _watched(layer, options["image_mask"], cached) as margins:
+                    streams, pre, state = layer(*given, **options)
                 layers.append(Layer(given[0][0], given[1][0], given[2], state, cached.copy(), *margins()))
             logits = self.model.lm_head(model.norm(layer.attn_hc.collapse(streams, pre)).float())
         return Trace(layers, streams[0], pre[0], logits[0])
 
     def _options(self, layer: Any, tokens: torch.Tensor) -> dict[str, Any]:
         model = self.model.model
-        is_image = tokens == IMAGE_TOKEN if model.vision is not None else None
+        is_image = (tokens == IMAGE_TOKEN) & (model.vision is not None)
         rows = None
         if layer.engram is not None:
-            is_text = None if is_image is None else ~is_image
-            rows = model.engram_hash(tokens, token_mask=is_text)[:, :, layer.engram.layer_hash_index]
+            rows = model.engram_hash(tokens, token_mask=~is_image)[:, :, layer.engram.layer_hash_index]
         positions = torch.arange(tokens.shape[1])[None]
         return {"position_ids": positions, "image_mask": is_image, "engram_hash_ids": rows}
 
@@ -303,10 +303,10 @@ def _quantization(on: bool, cached: list[Cached]) -> Iterator[None]:
 
 
 @contextmanager
-def _watched(layer: Any, cached: list[Cached]) -> Iterator[Any]:
+def _watched(layer: Any, is_image: torch.Tensor, cached: list[Cached]) -> Iterator[Any]:
     """Records how close the choices of a layer were: a callable that gives (gate margin, index margin)."""
     margins = {"gate": float("inf"), "index": float("inf")}
-    handles = [layer.ffn.gate.register_forward_hook(_gate_hook(margins))]
+    handles = [layer.ffn.gate.register_forward_hook(_gate_hook(margins, is_image))]
     if layer.attn.indexer is not None:
         handles.append(layer.attn.indexer.register_forward_hook(_indexer_hook(margins, cached), with_kwargs=True))
     try:
@@ -316,12 +316,11 @@ def _watched(layer: Any, cached: list[Cached]) -> Iterator[Any]:
             handle.remove()
 
 
-def _gate_hook(margins: dict[str, float]) -> Any:
+def _gate_hook(margins: dict[str, float], is_image: torch.Tensor) -> Any:
     def hook(gate: Any, given: Any, _made: Any) -> None:
         scores = torch.nn.functional.linear(given[0].float(), gate.weight.float())
-        scores = torch.nn.functional.softplus(scores).sqrt()
-        biases = gate.e_score_correction_bias, gate.bias_vl  # which tokens are of images, it has forgotten
-        margins["gate"] = min(margin(scores + bias, gate.topk) for bias in biases)
+        bias = torch.where(is_image.flatten()[:, None], gate.bias_vl, gate.e_score_correction_bias)
+        margins["gate"] = margin(torch.nn.functional.softplus(scores).sqrt() + bias, gate.topk)
 
     return hook
 
