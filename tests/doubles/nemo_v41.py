@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -136,6 +136,10 @@ def words() -> Tokenizer:
     return Tokenizer(WordLevel({f"{'tT'[i % 2]}{i // 2}": i for i in range(VOCAB_SIZE)}, unk_token="t0"))
 
 
+def write_words(folder: Path) -> None:
+    words().save(str(folder / "tokenizer.json"))
+
+
 def random_ids(length: int, seed: int) -> list[int]:
     """Tokens of a prompt without images."""
     ids: list[int] = torch.randint(IMAGE_TOKEN, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -209,8 +213,15 @@ class NemoV41:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.config))
         save_file(self.tensors(), folder / "model.safetensors")
-        words().save(str(folder / "tokenizer.json"))
+        write_words(folder)
         return folder
+
+    def read(self, folder: Path) -> None:
+        """Take the weights of a checkpoint in the released format, by the oracle's own adapter."""
+        released: dict[str, torch.Tensor] = {}
+        for file in folder.glob("*.safetensors"):
+            released |= load_file(file)
+        self.model.load_state_dict(self.model.state_dict_adapter.from_hf(released))
 
     def logits(self, ids: Sequence[int], *, quantized: bool = False) -> torch.Tensor:
         """[tokens, vocab] of one full forward of text; `quantized`: what it caches goes through released formats."""
