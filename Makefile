@@ -77,10 +77,12 @@ endif
 
 $(VENV)/.ready-run: pyproject.toml $(VENV)/.ready-venv
 	@echo "installing what serving needs into $(VENV) (torch is large: the first time takes minutes)"
-	@$(PY) -m pip install -q -c constraints.txt -e '.[worker,uvloop]'
+	@$(PY) -m pip install -q -c constraints.txt -e '.[worker,uvloop,deepseek]'
 	@touch $@
 
 $(VENV)/.ready-dev: pyproject.toml $(VENV)/.ready-venv
 	@echo "installing what tests need into $(VENV) (torch is large: the first time takes minutes)"
 	@$(PY) -m pip install -q -c constraints.txt -e '.[dev]'
+	@# --no-deps: the DeepSeek-V4.1 that tests compare with; the training stack that it asks for is not needed for that.
+	@$(PY) -m pip install -q --no-deps -c constraints.txt nemo-automodel
 	@touch $(VENV)/.ready-run $@

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from deepinfer_kernels import Ops, PackedRows, select_ops
-from deepinfer_workers.kv import PagedKVCache
-from deepinfer_workers.models.llama import Llama, Positions
+from deepinfer_workers.batch import Limits
+from deepinfer_workers.models.model import Model, ModelOptions, Step
 from deepinfer_workers.models.registry import load_model, open_checkpoint
 
 MAX_KL: Final = 0.01
@@ -77,7 +77,7 @@ class _Reader:
     def __init__(self, path: Path, dtype: str) -> None:
         self.ops: Ops = select_ops("cpu", batch_invariant=True, dtype=dtype)
         with torch.inference_mode():
-            self._model: Llama = load_model(open_checkpoint(path), self.ops, 0, lambda done, total: None)
+            self._model: Model = load_model(open_checkpoint(path), self.ops, ModelOptions(), lambda done, total: None)
 
     @torch.inference_mode()
     def log_probs(self, tokens: Tensor) -> Tensor:
@@ -85,18 +85,13 @@ class _Reader:
         model, num_real = self._model, len(tokens)
         num_positions = -(-num_real // _MULTIPLE) * _MULTIPLE
         num_blocks = -(-num_real // _BLOCK_SIZE)
-        cache = PagedKVCache(model.cache_shape, num_blocks, _BLOCK_SIZE, self.ops.device)
+        model.allocate(Limits(1, num_blocks, _BLOCK_SIZE, model.max_len, model.vocab_size, num_positions))
         padding = torch.arange(num_positions) >= num_real  # [positions]
         places = torch.arange(num_positions).masked_fill(padding, 0)
         tables = torch.stack((torch.arange(num_blocks), torch.full((num_blocks,), num_blocks))).int()  # [2, blocks]
-        attention = self.ops.plan_attention(
-            PackedRows(np.array([num_real]), padding.long(), places, tables),
-            block_size=_BLOCK_SIZE,
-            group_size=model.group_size,
-            num_kv=model.num_kv_heads,
-        )
+        rows = PackedRows(np.array([num_real]), padding.long(), places, tables)
         cache_indices = places.masked_fill(padding, num_blocks * _BLOCK_SIZE)
         padded = torch.zeros(num_positions, dtype=torch.int64)
         padded[:num_real] = tokens
-        hidden = model.forward(Positions(padded, places, cache_indices, attention), cache)
+        hidden = model.forward(Step(padded, cache_indices, rows, known=padded[None].int()))
         return torch.log_softmax(model.logits(hidden[: num_real - 1]).double(), -1)

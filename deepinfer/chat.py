@@ -1,15 +1,16 @@
-"""Messages to a prompt, through the chat template that comes with a model.
+"""Messages to a prompt: what every way of doing it takes and gives, and the way of the chat templates in model folders.
 
 A template is foreign code: it runs in a sandbox, where its work is bounded and it reaches no internals.
 
-Knows nothing of tokens, or of which model the template belongs to.
+Knows nothing of tokens, or of which model the template belongs to. Models without a template: `deepseek_chat`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol
 
+import msgspec
 from jinja2 import TemplateError
 from jinja2.exceptions import SecurityError
 
@@ -17,6 +18,85 @@ from deepinfer.errors import InvalidRequest, UnsupportedModel
 from deepinfer.sandbox import BUDGET, Budget, Sandbox, TemplateRefusal
 
 MAX_PROMPT_CHARS: Final = 16 * 1024 * 1024
+
+
+class ChatOptions(NamedTuple):
+    """How messages are to be answered. Made by `chat_options`; `None`: not asked for."""
+
+    thinking: bool | None = None
+    reasoning_effort: str | None = None
+    tools: bytes | None = None
+    """JSON, so that nobody changes them meanwhile."""
+    tool_choice: bytes | None = None
+    """JSON."""
+
+
+NO_OPTIONS: Final = ChatOptions()
+
+
+class ChatPrompt(NamedTuple):
+    """Messages as a model reads them."""
+
+    text: str
+    encode: Callable[[], list[int]]
+    """Its token ids. Takes its time with a long text."""
+
+
+class ChatFormat(Protocol):
+    """One model's way from messages to a prompt. Safe to use from several threads at once."""
+
+    @property
+    def is_known(self) -> bool:
+        """Messages can be rendered at all."""
+
+    def render(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> ChatPrompt:
+        """The prompt for `messages`, ready for an answer. Raises `InvalidRequest`, which names the field."""
+
+
+def chat_options(*, thinking: object, reasoning_effort: object, tools: object, tool_choice: object) -> ChatOptions:
+    """What a caller gave, checked as far as that needs no model. Raises `InvalidRequest`."""
+    if thinking is not None and not isinstance(thinking, bool):
+        raise InvalidRequest("thinking", f"expected True or False, not {type(thinking).__name__}")
+    if reasoning_effort is not None and not isinstance(reasoning_effort, str):
+        raise InvalidRequest("reasoning_effort", f"expected a string, not {type(reasoning_effort).__name__}")
+    if tools is not None and not (isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise InvalidRequest("tools", "expected a list of objects")
+    if tool_choice is not None and not isinstance(tool_choice, str | Mapping):
+        raise InvalidRequest("tool_choice", f"expected a string or an object, not {type(tool_choice).__name__}")
+    return ChatOptions(
+        thinking,
+        reasoning_effort,
+        tools=as_json("tools", tools) if tools else None,
+        tool_choice=None if tool_choice is None else as_json("tool_choice", tool_choice),
+    )
+
+
+def as_json(field: str, value: object) -> bytes:
+    """Raises `InvalidRequest` for what JSON cannot say."""
+    try:
+        return msgspec.json.encode(value)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise InvalidRequest(field, f"cannot be written as JSON: {error}") from None
+
+
+class TemplateFormat:
+    """The way of a chat template. It gets messages only."""
+
+    def __init__(self, template: ChatTemplate, encode: Callable[[str], list[int]]) -> None:
+        """`encode` reads special tokens in the prompt as such, and adds none."""
+        self._template = template
+        self._encode = encode
+
+    @property
+    def is_known(self) -> bool:
+        return self._template.is_there
+
+    def render(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> ChatPrompt:
+        for field, value in options._asdict().items():
+            if value is not None:
+                raise InvalidRequest(field, "this model has no such choice: its chat template gets messages only")
+        text = self._template.render(messages)
+        return ChatPrompt(text, lambda: self._encode(text))
 
 
 class ChatTemplate:
@@ -28,6 +108,10 @@ class ChatTemplate:
             self._template = None if source is None else Sandbox().from_string(source)
         except (TemplateError, RecursionError) as error:
             raise UnsupportedModel(f"the chat template does not compile: {error}") from None
+
+    @property
+    def is_there(self) -> bool:
+        return self._template is not None
 
     def render(
         self,

@@ -11,7 +11,7 @@ import os
 import random
 import secrets
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -20,9 +20,12 @@ from typing import Any, Final, NamedTuple, Self
 
 from deepinfer.admission import SEED_BITS, ModelLimits, check_request_id
 from deepinfer.catalog import resolve
+from deepinfer.chat import chat_options
 from deepinfer.config import EngineConfig, resolve_config
 from deepinfer.core import CoreConfig, CoreStats, EngineCore
+from deepinfer.deepseek_chat import deepseek_family
 from deepinfer.errors import ConfigError, DeepInferError, EngineClosed, ForkedEngine, InvalidRequest, WrongLoop
+from deepinfer.fit import check_fit
 from deepinfer.group import ProgressReport, WorkerGroup
 from deepinfer.home import CallerLoop, OwnThread, call_threadsafe
 from deepinfer.intake import Intake, Messages, Prompt
@@ -133,6 +136,7 @@ class Engine:
     async def _open(self, tell: Callable[[str], None]) -> None:
         run = partial(asyncio.get_running_loop().run_in_executor, self._executor)
         path = await run(self._find_model, tell)
+        await run(self._check_fit, path)
         self._text = await run(self._load_text, path)
         await self._home.run(self._start_core(str(path or ""), tell))
         self._state = _State.RUNNING
@@ -142,10 +146,17 @@ class Engine:
             return None
         return resolve(self.config.model, cache_dir=self.config.model_cache_dir, report=tell).path
 
+    def _check_fit(self, path: Path | None) -> None:
+        """Before anything is started, for models that may be larger than the machine. A GPU's memory is a worker's."""
+        has_weights = path is not None and path.is_dir() and self.config.load_format != "dummy"
+        if path is not None and has_weights and deepseek_family(path) is not None:
+            check_fit(path, counts_memory=self.config.accelerator == "cpu")
+
     def _load_text(self, path: Path | None) -> TextPipeline | None:
         if self.config.tokenizer:
-            path = resolve(self.config.tokenizer, cache_dir=self.config.model_cache_dir, report=lambda _: None).path
-        elif self.config.load_format == "dummy" and path is not None and not (path / "tokenizer.json").is_file():
+            own = resolve(self.config.tokenizer, cache_dir=self.config.model_cache_dir, report=lambda _: None).path
+            return TextPipeline(own, path)
+        if self.config.load_format == "dummy" and path is not None and not (path / "tokenizer.json").is_file():
             return None  # random weights have nothing to say: token ids will do
         return None if path is None else TextPipeline(path)
 
@@ -234,6 +245,10 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         messages: Messages | None = None,
+        thinking: bool | None = None,
+        reasoning_effort: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
         request_id: str | None = None,
         priority: int = 0,
         queue_timeout_s: float | None = None,
@@ -242,7 +257,10 @@ class Engine:
     ) -> TokenStream:
         """Submit a request, now, and return its stream at once; refusals are raised at the first read.
 
-        `prompt` is text or token ids; `messages` (role and content) go through the model's chat template instead.
+        `prompt` is text or token ids; `messages` (role and content) go through the model's own chat format instead.
+        `thinking`, `reasoning_effort`, `tools` and `tool_choice` (as OpenAI's clients have them) belong to messages. A
+        model without such a choice refuses them; `None` is its default. A model that thinks streams its reasoning,
+        `</think>` and its answer, with tool calls as it spells them. `params` stay as they are given.
         Lower `priority` goes first. A request that has not started after `queue_timeout_s`, or not ended after
         `timeout_s`, ends with that as its finish reason. Chunks are deltas, never the text so far.
 
@@ -254,6 +272,10 @@ class Engine:
                 prompt=prompt,
                 params=params,
                 messages=messages,
+                thinking=thinking,
+                reasoning_effort=reasoning_effort,
+                tools=tools,
+                tool_choice=tool_choice,
                 request_id=request_id,
                 priority=priority,
                 queue_timeout_s=queue_timeout_s,
@@ -272,6 +294,9 @@ class Engine:
                 prompt,
                 messages,
                 params,
+                chat=chat_options(
+                    thinking=thinking, reasoning_effort=reasoning_effort, tools=tools, tool_choice=tool_choice
+                ),
                 priority=priority,
                 queue_timeout_s=queue_timeout_s,
                 timeout_s=timeout_s,

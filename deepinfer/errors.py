@@ -9,6 +9,7 @@ DeepInferError
 ├── ModelError                    the model cannot be served
 │   ├── UnknownModel
 │   ├── ModelFileError            names the file
+│   ├── ModelTooLarge
 │   └── UnsupportedModel
 ├── ConfigError                   a setting of the engine
 └── EngineError
@@ -90,6 +91,17 @@ class ModelFileError(ModelError):
     def __init__(self, file: str, message: str) -> None:
         super().__init__(f"{file}: {message}")
         self.file = file
+
+
+class ModelTooLarge(ModelError):
+    """This machine's memory does not hold the model. Both figures are in bytes."""
+
+    code = "model_too_large"
+
+    def __init__(self, message: str, needed_bytes: int, available_bytes: int) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
 
 
 class UnsupportedModel(ModelError):

@@ -10,6 +10,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final
 
 from msgspec.structs import replace
@@ -26,6 +27,7 @@ from deepinfer.admission import (
     freeze_params,
     is_long,
 )
+from deepinfer.chat import ChatOptions
 from deepinfer.core import EngineCore
 from deepinfer.errors import DeepInferError, EngineClosed, EngineError, InvalidRequest
 from deepinfer.migrating import plain_prompt
@@ -76,6 +78,7 @@ class Intake:
         messages: Messages | None,
         params: SamplingParams | None,
         *,
+        chat: ChatOptions,
         priority: int,
         queue_timeout_s: float | None,
         timeout_s: float | None,
@@ -96,24 +99,34 @@ class Intake:
             prompt = plain_prompt(prompt)
         if (prompt is None) == (messages is None):
             raise InvalidRequest("prompt", "give a prompt or messages, and not both")
+        for field, value in chat._asdict().items() if messages is None else ():
+            if value is not None:
+                raise InvalidRequest(field, "it says how messages become a prompt, and a prompt came")
         mailbox.num_unfinished = params.n
         if params.seq_seed is None and params.temperature and self._next_seed is not None:
             params = replace(params, seq_seed=self._next_seed())  # here, where the order of the calls is known
-        if _is_quick(prompt, messages) and not is_long(params):
-            return self._submit(request_id, prompt, messages, params, options)
+        is_quick = _is_quick(prompt, messages) and len(chat.tools or b"") <= INLINE_CHARACTERS
+        if is_quick and not is_long(params):
+            return self._submit(request_id, prompt, messages, chat, params, options)
         if messages is None and not isinstance(prompt, str):
             prompt = check_token_ids(prompt, self._limits)
         messages, params = _copied(messages), freeze_params(params)  # the caller's own may change meanwhile
         expected = min(_num_expected_tokens(prompt, messages), self._limits.max_length)
         request = Request.unencoded(request_id, params.n, expected, **options)
         self._post(self._core.submit, request)
-        self._executor.submit(self._encode_later, request, prompt, messages, params)
+        self._executor.submit(self._encode_later, request, prompt, messages, chat, params)
         return request
 
     def _submit(
-        self, request_id: str, prompt: Prompt | None, messages: Messages | None, params: SamplingParams, options: Any
+        self,
+        request_id: str,
+        prompt: Prompt | None,
+        messages: Messages | None,
+        chat: ChatOptions,
+        params: SamplingParams,
+        options: Any,
     ) -> Request:
-        text, ids = self._encode(prompt, messages)
+        text, ids = self._encode(prompt, messages, chat)
         admitted = self._admit(params, ids)
         ends: Any = {"max_length": admitted.max_length, "stop_ids": admitted.stop_ids}
         request = Request(request_id, ids, admitted.sampling, **ends, **options)
@@ -122,13 +135,18 @@ class Intake:
         return request
 
     def _encode_later(
-        self, request: Request, prompt: Prompt | None, messages: Messages | None, params: SamplingParams
+        self,
+        request: Request,
+        prompt: Prompt | None,
+        messages: Messages | None,
+        chat: ChatOptions,
+        params: SamplingParams,
     ) -> None:
         """In the encoder's thread. What goes wrong here is the request's, and told to its reader."""
         if request.num_unfinished == 0 or request.user.is_closed:
             return  # ended meanwhile
         try:
-            text, ids = self._encode(prompt, messages)
+            text, ids = self._encode(prompt, messages, chat)
             admitted = self._admit(params, ids)
             self._attach_text(request, params, text, ids, admitted)
         except DeepInferError as error:
@@ -170,21 +188,23 @@ class Intake:
             for seq, output in zip(request.samples, outputs, strict=True):
                 seq.user = output
 
-    def _encode(self, prompt: Prompt | None, messages: Messages | None) -> tuple[str | None, array[int]]:
+    def _encode(
+        self, prompt: Prompt | None, messages: Messages | None, chat: ChatOptions
+    ) -> tuple[str | None, array[int]]:
         """The prompt as text, if it is text, and as token ids."""
         if messages is None and not isinstance(prompt, str):
             return None, check_token_ids(prompt, self._limits)
         if self._text is None:
             raise InvalidRequest("prompt", "this engine has no tokenizer: give token ids")
         if messages is not None:
-            text = self._text.render(messages)
+            text, encode = self._text.render(messages, chat)
         else:
             assert isinstance(prompt, str)
-            text = prompt
+            text, encode = prompt, partial(self._text.encode, prompt, add_special_tokens=True)
         limit = self._limits.max_length * self._text.max_token_characters
         if len(text) > limit:  # it cannot fit, however it is encoded
             raise InvalidRequest("prompt", f"{len(text)} characters, at most {limit} can fit the context")
-        return text, check_token_ids(self._text.encode(text, add_special_tokens=messages is None), self._limits)
+        return text, check_token_ids(encode(), self._limits)
 
 
 def _is_quick(prompt: Prompt | None, messages: Messages | None) -> bool:

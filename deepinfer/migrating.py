@@ -206,7 +206,19 @@ def rename_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 # ---- arguments of a request
 
 OWN_OPTIONS: Final = frozenset(
-    {"prompt", "params", "messages", "request_id", "priority", "queue_timeout_s", "timeout_s"}
+    {
+        "prompt",
+        "params",
+        "messages",
+        "thinking",
+        "reasoning_effort",
+        "tools",
+        "tool_choice",
+        "request_id",
+        "priority",
+        "queue_timeout_s",
+        "timeout_s",
+    }
 )
 OPTION_ALIASES: Final[Mapping[str, str]] = {
     "rid": "request_id",
@@ -215,6 +227,12 @@ OPTION_ALIASES: Final[Mapping[str, str]] = {
     "prompt_token_ids": "prompt",
     "input_ids": "prompt",
 }
+TEMPLATE_KWARGS: Final[Mapping[str, str]] = {
+    "thinking": "thinking",
+    "enable_thinking": "thinking",
+    "reasoning_effort": "reasoning_effort",
+}
+"""What is understood of vLLM's `chat_template_kwargs`."""
 _PARAM_HAS_IT: Final = "it is a field of SamplingParams: logprobs or prompt_logprobs"
 FOREIGN_OPTIONS: Final[Table] = {
     "lora_request": Elsewhere("adapters are not served"),
@@ -237,11 +255,10 @@ FOREIGN_OPTIONS: Final[Table] = {
     "mm_processor_kwargs": Elsewhere("text only is served", (None, {})),
     "prompt_embeds": Elsewhere("text and token ids only are served"),
     "chat_template": Elsewhere("the model's own template is used: render the messages yourself and give text"),
-    "chat_template_kwargs": Elsewhere("the model's own template gets messages only", (None, {})),
     "chat_template_content_format": Elsewhere("content is text", (None, "auto", "string")),
     "add_generation_prompt": Elsewhere("an answer is always asked for", (True, None)),
     "continue_final_message": Elsewhere("render the messages yourself and give text", (False, None)),
-    "tools": Elsewhere("tools are not served"),
+    "response_format": Elsewhere(_CONSTRAINED, (None, {"type": "text"})),
 }
 
 
@@ -252,11 +269,23 @@ def rename_options(options: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> 
     for name, value in elsewhere.items():
         if name in OPTION_ALIASES:
             _take_alias(own, name, OPTION_ALIASES[name], value, InvalidRequest)
+        elif name == "chat_template_kwargs":
+            _take_template_kwargs(own, value)
         elif name in FOREIGN_OPTIONS:
             _drop(FOREIGN_OPTIONS[name], name, value, InvalidRequest)
         elif name not in OWN_OPTIONS:
             raise TypeError(f"a request has no argument {name!r}")
     return own
+
+
+def _take_template_kwargs(own: dict[str, Any], kwargs: object) -> None:
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise InvalidRequest("chat_template_kwargs", f"expected an object, not {type(kwargs).__name__}")
+    for name, value in (kwargs or {}).items():
+        if name not in TEMPLATE_KWARGS:
+            known = ", ".join(TEMPLATE_KWARGS)
+            raise InvalidRequest("chat_template_kwargs", f"{name!r} is not understood, only {known}")
+        _take_alias(own, name, TEMPLATE_KWARGS[name], value, InvalidRequest)
 
 
 def plain_prompt(prompt: Mapping[Any, Any]) -> Any:

@@ -41,7 +41,7 @@ class WorkerProcess:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env=worker_environment(_module_folders()),
+                env=worker_environment(module_folders()),
             )
         except OSError as error:
             self._pipe.close()
@@ -149,7 +149,7 @@ class Supervisor:
             worker.kill_now()
 
 
-def _module_folders() -> list[str]:
+def module_folders() -> list[str]:
     """Where this installation's packages are: both ends of the wire come from one place."""
     folders: dict[str, None] = {}
     for module in ("deepinfer_workers", "deepinfer_protocol", "deepinfer_kernels"):

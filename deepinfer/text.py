@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deepinfer.chat import ChatTemplate
+from deepinfer.chat import NO_OPTIONS, ChatFormat, ChatOptions, ChatPrompt, ChatTemplate, TemplateFormat
+from deepinfer.deepseek_chat import DeepseekFormat, deepseek_family
 from deepinfer.detokenizer import DetokenizerFactory
 from deepinfer.output import OutputText
 from deepinfer.stops import StopMatcher
@@ -19,17 +21,13 @@ from deepinfer_protocol import SamplingParams
 
 
 class TextPipeline:
-    """A model's tokenizer, chat template and detokenizer tables."""
+    """A model's tokenizer, its way with messages, and its detokenizer tables."""
 
-    def __init__(self, path: Path) -> None:
-        """Reads the tokenizer of the model at `path`. Raises `ModelError`."""
+    def __init__(self, path: Path, model: Path | None = None) -> None:
+        """Reads the tokenizer at `path`, for the model at `model` (`None`: the same). Raises `ModelError`."""
         self.tokenizer = Tokenizer.from_model(path)
-        self.has_chat_template = self.tokenizer.chat_template is not None
-        self._template = ChatTemplate(
-            self.tokenizer.chat_template,
-            bos_token=self.tokenizer.bos_token,
-            eos_token=self.tokenizer.eos_token,
-        )
+        self._chat = self._chat_format(path, path if model is None else model)
+        self.has_chat_template = self._chat.is_known
         self._detokenizers = DetokenizerFactory(self.tokenizer)
         ids = range(self.tokenizer.vocab_size)
         self.max_token_characters = max((len(self.tokenizer.token(token_id) or "") for token_id in ids), default=1)
@@ -48,9 +46,16 @@ class TextPipeline:
         """A token by itself; bytes that are no whole character come as U+FFFD."""
         return self.tokenizer.decode([token_id], skip_special_tokens=False)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions = NO_OPTIONS) -> ChatPrompt:
         """The model's own chat format, ready for an answer. Raises `InvalidRequest`."""
-        return self._template.render(messages)
+        return self._chat.render(messages, options)
+
+    def _chat_format(self, path: Path, model: Path) -> ChatFormat:
+        if path.is_dir() and (family := deepseek_family(model)) is not None:
+            return DeepseekFormat(family, path / "tokenizer.json")
+        tokenizer = self.tokenizer
+        template = ChatTemplate(tokenizer.chat_template, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
+        return TemplateFormat(template, partial(self.encode, add_special_tokens=False))
 
     def outputs(self, params: SamplingParams, prompt: array[int], stops: Sequence[str]) -> list[OutputText | None]:
         """What turns the tokens of each sample into text; `None` when nobody asked for text."""

@@ -1,8 +1,9 @@
 """Answer several prompts at once, and say how fast: what `make demo` runs.
 
-    python examples/offline_inference.py [--model NAME_OR_PATH] [--max-tokens NUMBER] [PROMPT ...]
+    python examples/offline_inference.py [--model NAME_OR_PATH] [--max-tokens NUMBER] [--no-thinking] [PROMPT ...]
 
-`DEEPINFER_HF_MODEL_DIR=DIR` serves the model folder DIR instead of the small one that is fetched by name.
+`DEEPINFER_HF_MODEL_DIR=DIR` serves the model folder DIR, one of DeepSeek-V4.1 for instance, instead of the small model
+that is fetched by name. Where weights or memory are missing, it says which and how much.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ PROMPTS = [
 ]
 
 
-async def answer(model: str, prompts: list[str], max_tokens: int) -> None:
+async def answer(model: str, prompts: list[str], max_tokens: int, thinking: bool | None) -> None:
     say(f"starting {model}")
     started_s = time.perf_counter()
     engine = await Engine.start(model, on_progress=say)
@@ -34,7 +35,7 @@ async def answer(model: str, prompts: list[str], max_tokens: int) -> None:
         params = SamplingParams(temperature=0, max_tokens=max_tokens)
         started_s = time.perf_counter()
         chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        completions = await engine.generate_many(chats, params)
+        completions = await engine.generate_many(chats, params, thinking=thinking)
         elapsed_s = time.perf_counter() - started_s
     finally:
         await engine.aclose()
@@ -57,9 +58,11 @@ def main() -> int:
     parser.add_argument("prompts", nargs="*", default=PROMPTS, metavar="PROMPT")
     parser.add_argument("--model", default=os.environ.get("DEEPINFER_HF_MODEL_DIR") or "smollm2-135m")
     parser.add_argument("--max-tokens", type=int, default=128, help="of an answer")
+    help_text = "of models that can: think first (the model's own choice if not given)"
+    parser.add_argument("--thinking", action=argparse.BooleanOptionalAction, default=None, help=help_text)
     arguments = parser.parse_args()
     try:
-        asyncio.run(answer(arguments.model, arguments.prompts, arguments.max_tokens))
+        asyncio.run(answer(arguments.model, arguments.prompts, arguments.max_tokens, arguments.thinking))
     except DeepInferError as error:
         say(f"offline_inference: {error}")
         return 1

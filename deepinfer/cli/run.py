@@ -47,6 +47,9 @@ def run(
     top_p: TopP = None,
     seed: Seed = None,
     system: Annotated[str | None, typer.Option(help="What the model is told before all else.")] = None,
+    thinking: Annotated[
+        bool | None, typer.Option("--thinking/--no-thinking", help="For models that can: think before answering.")
+    ] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Say after each answer how fast it was.")] = False,
     settings: Settings = None,
 ) -> None:
@@ -58,7 +61,7 @@ def run(
         with ExitStack() as stack:
             with starting(is_silent=not is_terminal) as tell:
                 engine = stack.enter_context(SyncEngine(model, on_progress=tell, **engine_settings(settings)))
-            chat = Chat(engine, params, system, stats, is_terminal=is_terminal)
+            chat = Chat(engine, params, system, stats, thinking=thinking, is_terminal=is_terminal)
             if is_terminal:
                 say(f"{model}. /help lists what can be typed; Ctrl-C stops an answer, Ctrl-D leaves.")
             for line in _lines(is_terminal):
@@ -78,6 +81,7 @@ class Chat:
         system: str | None,
         has_stats: bool,
         *,
+        thinking: bool | None = None,
         is_terminal: bool = True,
     ) -> None:
         """On a terminal Ctrl-C stops an answer; elsewhere it is nobody's key, and passes through."""
@@ -85,10 +89,13 @@ class Chat:
             raise ConfigError("tokenizer", "this model has none: give one by --set tokenizer=MODEL")
         if system is not None and not engine.has_chat_template:
             raise ConfigError("system", "this model has no chat template: it can only go on with a text")
+        if thinking is not None and not engine.has_chat_template:
+            raise ConfigError("thinking", "this model has no chat template: it can only go on with a text")
         self._engine = engine
         self._params = params
         self._start = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._start)
+        self._thinking = thinking
         self._has_stats = has_stats
         self._is_terminal = is_terminal
         self.num_refused = 0
@@ -110,8 +117,9 @@ class Chat:
 
     def _ask(self, line: str) -> None:
         self._messages.append({"role": "user", "content": line})
-        has_roles = self._engine.has_chat_template
-        request: dict[str, Any] = {"messages": self._messages} if has_roles else {"prompt": line}
+        request: dict[str, Any] = {"prompt": line}
+        if self._engine.has_chat_template:
+            request = {"messages": self._messages, "thinking": self._thinking}
         try:
             try:
                 answer = self._answer(request, self._params)
@@ -122,7 +130,8 @@ class Chat:
             self._messages = self._messages[:-1]
             self.num_refused += 1
             return
-        self._messages.append({"role": "assistant", "content": answer})
+        said = answer.rpartition("</think>")[2]  # what was only thought is no part of a conversation
+        self._messages.append({"role": "assistant", "content": said})
 
     def _answer(self, request: dict[str, Any], params: SamplingParams) -> str:
         """Show the answer as it comes; what there is of it after Ctrl-C on a terminal."""

@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -222,8 +222,9 @@ def test_a_seeded_sample_does_not_depend_on_its_company(driver: Driver) -> None:
 def test_what_an_earlier_owner_left_in_a_block_has_no_effect(driver: Driver) -> None:
     tokens = random_tokens(20, seed=8)
     expected = run_alone(driver, tokens, [20], 3)
+    model: Any = driver.runner._model
     with torch.inference_mode():
-        driver.runner._cache._store.fill_(float("nan"))
+        model._cache._store.fill_(float("nan"))
     assert run_alone(driver, tokens, [20], 3) == expected
 
 

@@ -13,7 +13,7 @@ from deepinfer_kernels import Ops
 from deepinfer_protocol import WorkerConfig
 from deepinfer_workers.batch import Limits
 from deepinfer_workers.graphs import ladder
-from deepinfer_workers.models.llama import Llama
+from deepinfer_workers.models.model import Model
 from deepinfer_workers.runner import WorkerFault
 from deepinfer_workers.slots import slot_bytes
 
@@ -39,7 +39,7 @@ def memory_faults(config: WorkerConfig) -> Iterator[None]:
         raise WorkerFault("out_of_memory", f"{Path(config.model).name}: {error}") from error
 
 
-def limits_of(config: WorkerConfig, model: Llama, ops: Ops) -> Limits:
+def limits_of(config: WorkerConfig, model: Model, ops: Ops) -> Limits:
     """What plans may name: as configured, or as many blocks as fit beside the weights. Raises `WorkerFault`."""
     # Without graphs sizes are the same: so are the kernels, and so are the bits.
     most = min(max(config.num_slots, MIN_LADDER), config.max_batch_positions)
@@ -55,12 +55,13 @@ def limits_of(config: WorkerConfig, model: Llama, ops: Ops) -> Limits:
     )
 
 
-def _num_blocks(config: WorkerConfig, model: Llama, ops: Ops) -> int:
-    block_bytes = model.cache_shape.position_bytes * config.block_size
+def _num_blocks(config: WorkerConfig, model: Model, ops: Ops) -> int:
+    needs = model.cache_needs(config.block_size)
+    block_bytes = needs.block_bytes
     if config.kv_cache_bytes:
         what, most, num_blocks = "kv_cache_bytes", config.kv_cache_bytes, config.kv_cache_bytes // block_bytes
     else:
-        num_slots_bytes = config.num_slots * slot_bytes(model.max_len, config.block_size)
+        num_slots_bytes = config.num_slots * (needs.slot_bytes + slot_bytes(model.max_len, config.block_size))
         what, most = "free memory of", _spare_bytes(ops) - num_slots_bytes
         most_useful = config.num_slots * -(-model.max_len // config.block_size)
         num_blocks = min(most_useful, most // block_bytes)

@@ -21,6 +21,8 @@ class TensorInfo(NamedTuple):
     """Outermost dimension first, as torch has it."""
     num_bytes: int
     """In the file."""
+    dtype: str
+    """As the file's format names it: `BF16` in safetensors files, `Q4_K` in GGUF files."""
 
 
 class Checkpoint(Protocol):

@@ -167,7 +167,8 @@ class FakeRunner:
     def load(self, report: Callable[[int, int], None]) -> Ready:
         config = self._config
         if config.fake_replay_tokens:
-            check_keep(config, window=config.fake_replay_tokens)
+            keep_tokens = config.prefill_keep_tokens if config.prefill_truncation == "compact" else None
+            check_keep(keep_tokens, window=config.fake_replay_tokens)
         report(1, 1)
         return Ready(
             epoch=config.epoch,

@@ -94,7 +94,7 @@ class GGUFFile:
         if offset + num_bytes > len(self._data):
             text = f"tensor {name} ends at byte {offset + num_bytes}, the file has {len(self._data)}"
             raise bad_file(self.name, f"{text}: it is truncated or damaged")
-        return _Entry(TensorInfo(shape, num_bytes), known, offset)
+        return _Entry(TensorInfo(shape, num_bytes, known.name), known, offset)
 
 
 class _Cursor:

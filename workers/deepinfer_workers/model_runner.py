@@ -19,9 +19,8 @@ from deepinfer_protocol import MaskBatch, ProtocolError, Ready, StepPlan, Worker
 from deepinfer_workers.batch import DeviceBatch, Ints
 from deepinfer_workers.capacity import limits_of, memory_faults
 from deepinfer_workers.graphs import GraphLadder
-from deepinfer_workers.kv import PagedKVCache
 from deepinfer_workers.ledger import SlotLedger
-from deepinfer_workers.models.llama import Positions
+from deepinfer_workers.models.model import ModelOptions, Step
 from deepinfer_workers.models.registry import load_model, open_checkpoint
 from deepinfer_workers.queue_clock import QueueClock, Timing
 from deepinfer_workers.runner import DoneStep, PendingStep, StepOutput, StepTimes, WorkerFault
@@ -43,6 +42,8 @@ class BuiltStep:
     """Slots, positions, tokens; slots, columns, blocks; slots, lengths. `None`: the plan changes nothing."""
     inputs: Parcel
     """[2, T] slots and offsets of the positions; [S] slots of the rows; [R] slots and places of the sampled ones."""
+    prefetched: object
+    """The model's."""
 
 
 class ModelRunner:
@@ -73,6 +74,7 @@ class ModelRunner:
             changes.starts,
             Parcel([*changes.tokens, *changes.blocks, *changes.lengths], device) if has_changes else None,
             Parcel(_inputs(batch, self._limits.num_slots), device),
+            self._model.prefetch(batch, changes.starts),
         )
 
     @torch.inference_mode()
@@ -93,7 +95,7 @@ class ModelRunner:
             return StepResults.empty()
         positions, row_slots, sampled_slots, last = built.inputs.unpack()
         wanted = self._sampling.prompt_positions(batch.slots, built.starts, batch.counts)
-        hidden = self._forward(batch, positions)
+        hidden = self._forward(built, positions)
         is_every = len(batch.sampled) == len(batch.row_of)  # one position a row, all sampled: plain decoding
         logits = self._model.logits(
             hidden[: len(batch.sampled)] if is_every else hidden.index_select(0, last)
@@ -119,29 +121,26 @@ class ModelRunner:
         self._slots.write_blocks(*columns[3:6])
         self._slots.write_lengths(*columns[6:])
         self._sampling.admit(built.batch.admissions)
+        self._model.admit(built.batch.admissions)
 
-    def _forward(self, batch: DeviceBatch, positions: Tensor) -> Tensor:
+    def _forward(self, built: BuiltStep, positions: Tensor) -> Tensor:
         """Hidden states, [T, C]. Afterwards the lengths are those after the step."""
+        batch = built.batch
         if self._graphs is not None and batch.num_positions in self._graphs and self._ops.is_flat(batch.counts):
             return self._graphs.replay(positions)
-        return self._run_layers(positions, batch.counts)
+        return self._run_layers(positions, batch.counts, built.prefetched)
 
     def _prompt_logprobs(self, hidden: Tensor, wanted: PromptPositions) -> Logprobs:
         parts = to_device(wanted.packed, hidden.device).split(ROWS_AT_ONCE)
         logits = (self._model.logits(hidden.index_select(0, part)) for part in parts)  # a long prompt has many
         return self._sampling.prompt_logprobs(logits, wanted)
 
-    def _run_layers(self, positions: Tensor, counts: Ints) -> Tensor:
+    def _run_layers(self, positions: Tensor, counts: Ints, prefetched: object = None) -> Tensor:
         """Hidden states [T, C] of `positions` [2, T], which are slots and offsets; `counts` [S] are the rows' sizes."""
         slots, offsets = positions.unbind(0)
         tokens, places, cache_indices = self._slots.gather(slots, offsets)
-        attention = self._ops.plan_attention(
-            PackedRows(counts, slots, places, self._slots.tables),
-            block_size=self._limits.block_size,
-            group_size=self._model.group_size,
-            num_kv=self._model.num_kv_heads,
-        )
-        hidden = self._model.forward(Positions(tokens, places, cache_indices, attention), self._cache)
+        rows = PackedRows(counts, slots, places, self._slots.tables)
+        hidden = self._model.forward(Step(tokens, cache_indices, rows, self._slots.tokens, prefetched))
         self._slots.advance(slots)
         return hidden
 
@@ -152,11 +151,11 @@ class ModelRunner:
         the kernels of the ways of sampling.
         """
         null_slot, device = self._config.num_slots, self._ops.device
-        for counts in self._ops.typical_steps(self._model.num_kv_heads):
+        for counts in self._model.typical_steps():
             positions = torch.zeros(2, int(counts.sum()), dtype=torch.int64, device=device)
             positions[0] = null_slot
             self._model.logits(self._run_layers(positions, counts)[-1:])
-        if self._config.cuda_graphs:
+        if self._config.cuda_graphs and self._model.can_capture:
             self._graphs = GraphLadder(self._limits.ladder, self._run_flat, null_slot, device)
         self._clock = QueueClock(device)
 
@@ -211,14 +210,15 @@ class ModelRunner:
         checkpoint = open_checkpoint(Path(config.model), config.load_format)
         self._ops = ops
         with torch.inference_mode():
-            self._model = load_model(checkpoint, ops, config.max_model_len, report)
+            self._model = load_model(checkpoint, ops, ModelOptions.of(config), report)
             self._limits = limits_of(config, self._model, ops)
-            self._cache = PagedKVCache(self._model.cache_shape, self._limits.num_blocks, config.block_size, ops.device)
+            self._model.allocate(self._limits)
             self._slots = SlotState(self._limits, ops.device)
             self._ledger = SlotLedger(self._limits)
             self._sampling = SamplingState(self._slots.tokens, self._limits.vocab_size)
             if ops.device.type == "cuda":
                 self._prepare_gpu()
+        needs = self._model.cache_needs(config.block_size)
         return Ready(
             epoch=config.epoch,
             rank=config.rank,
@@ -227,11 +227,11 @@ class ModelRunner:
             num_slots=config.num_slots,
             num_blocks=self._limits.num_blocks,
             block_size=config.block_size,
-            block_bytes=self._model.cache_shape.position_bytes * config.block_size,
-            slot_bytes=slot_bytes(self._limits.max_len, config.block_size),
-            global_bytes_per_token=self._model.cache_shape.position_bytes,
-            bounded_replay_tokens=0,
-            exact_replay_tokens=0,
+            block_bytes=needs.block_bytes,
+            slot_bytes=needs.slot_bytes + slot_bytes(self._limits.max_len, config.block_size),
+            global_bytes_per_token=round(needs.token_bytes),
+            bounded_replay_tokens=needs.bounded_replay,
+            exact_replay_tokens=needs.exact_replay,
             weights_version=checkpoint.version,
             device=_describe(ops, self._graphs),
         )

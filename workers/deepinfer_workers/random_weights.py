@@ -30,7 +30,7 @@ class RandomWeights:
         self.metadata: Mapping[str, Any] = MappingProxyType(read_config(folder))
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType({})
         self.tensors = MappingProxyType(
-            {name: TensorInfo(shape, 4 * prod(shape)) for name, shape in shapes_of(self).items()}
+            {name: TensorInfo(shape, 4 * prod(shape), "F32") for name, shape in shapes_of(self).items()}
         )
         table = json.dumps(["random", dict(self.metadata)], sort_keys=True)
         self.version = hashlib.sha256(table.encode()).hexdigest()[:16]

@@ -5,16 +5,15 @@ In `compact` the decoder half of a model runs over the last positions of a promp
 
 from __future__ import annotations
 
-from deepinfer_protocol import WorkerConfig
 from deepinfer_workers.runner import WorkerFault
 
 
-def check_keep(config: WorkerConfig, window: int, num_drafts: int = 0) -> None:
+def check_keep(keep_tokens: int | None, window: int, num_drafts: int = 0) -> None:
     """Refuse to keep less than a window, what a drafter may take back, and the position that is sampled.
 
-    Raises `WorkerFault` with the sum. `window` and `num_drafts` are in positions.
+    All in positions; `keep_tokens` `None` keeps everything. Raises `WorkerFault` with the sum.
     """
     least = window + num_drafts + 1
-    if config.prefill_truncation == "compact" and config.prefill_keep_tokens < least:
-        words = f"{config.prefill_keep_tokens} is below window + drafts + 1 = {window} + {num_drafts} + 1 = {least}"
+    if keep_tokens is not None and keep_tokens < least:
+        words = f"{keep_tokens} is below window + drafts + 1 = {window} + {num_drafts} + 1 = {least}"
         raise WorkerFault("setting", f"prefill_keep_tokens: {words}")

@@ -6,32 +6,19 @@ feed-forward size, `V` vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepinfer_kernels import LinearWeight, Ops
+from deepinfer_workers.batch import Admission, DeviceBatch, Ints, Limits
 from deepinfer_workers.checkpoint import Checkpoint
 from deepinfer_workers.kv import CacheShape, PagedKVCache
 from deepinfer_workers.models.llama_config import LlamaConfig
 from deepinfer_workers.models.llama_weights import LlamaWeights
-
-
-@dataclass(frozen=True)
-class Positions:
-    """What a step computes, on the device."""
-
-    tokens: Tensor
-    """[T]"""
-    positions: Tensor
-    """[T]: index in the sequence."""
-    cache_indices: Tensor
-    """[T]: where their keys and values go."""
-    attention: Any
-    """What `Ops.plan_attention` made of the step's rows."""
+from deepinfer_workers.models.model import CacheNeeds, ModelOptions, Step, check_max_len
 
 
 @dataclass(frozen=True)
@@ -45,11 +32,18 @@ class _Layer:
 
 
 class Llama:
-    """Weights and forward pass."""
+    """A `Model`: one paged cache of keys and values, and nothing by slot."""
 
-    def __init__(self, checkpoint: Checkpoint, ops: Ops, max_len: int, report: Callable[[int, int], None]) -> None:
+    can_capture = True
+
+    def __init__(
+        self, checkpoint: Checkpoint, ops: Ops, options: ModelOptions, report: Callable[[int, int], None]
+    ) -> None:
+        """Raises `WorkerFault`."""
         self.config = LlamaConfig.read(checkpoint)
-        self.max_len = max_len or self.config.max_len
+        check_max_len(checkpoint.name, options.max_len, self.config.max_len)
+        self.vocab_size = self.config.vocab_size
+        self.max_len = options.max_len or self.config.max_len
         self._ops = ops
         weights = LlamaWeights(checkpoint, self.config, report)
         self._embedding = weights.read("model.embed_tokens").to(ops.device, ops.dtype)  # [V, C]
@@ -65,31 +59,43 @@ class Llama:
         return CacheShape(config.num_layers, config.num_kv_heads, config.head_dim, self._ops.cache_dtype)
 
     @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.config.num_kv_heads
-
-    @property
     def group_size(self) -> int:
         """Query heads a kv head."""
         return self.config.num_heads // self.config.num_kv_heads
 
-    def forward(self, step: Positions, cache: PagedKVCache) -> Tensor:
+    def cache_needs(self, block_size: int) -> CacheNeeds:
+        position_bytes = self.cache_shape.position_bytes
+        return CacheNeeds(position_bytes * block_size, token_bytes=position_bytes)
+
+    def allocate(self, limits: Limits) -> None:
+        self._block_size = limits.block_size
+        self._cache = PagedKVCache(self.cache_shape, limits.num_blocks, limits.block_size, self._ops.device)
+
+    def typical_steps(self) -> list[Ints]:
+        return self._ops.typical_steps(self.config.num_kv_heads)
+
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        pass
+
+    def prefetch(self, batch: DeviceBatch, starts: Ints) -> None:
+        pass
+
+    def forward(self, step: Step) -> Tensor:
         """Hidden states [T, C] behind the last norm; writes the keys and values of all positions."""
         ops, eps = self._ops, self.config.rms_eps
-        cos = self._cos.index_select(0, step.positions)  # [T, D/2]
-        sin = self._sin.index_select(0, step.positions)
+        attention = ops.plan_attention(
+            step.rows, block_size=self._block_size, group_size=self.group_size, num_kv=self.config.num_kv_heads
+        )
+        cos = self._cos.index_select(0, step.rows.positions)  # [T, D/2]
+        sin = self._sin.index_select(0, step.rows.positions)
         x = ops.embedding(step.tokens, self._embedding)  # [T, C]
         normed = ops.rms_norm(x, self._layers[0].attention_norm, eps)  # [T, C]
         next_norms = [layer.attention_norm for layer in self._layers[1:]] + [self._norm]
         for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
-            keys, values = cache.layer(index)
+            keys, values = self._cache.layer(index)
             heads = ops.linear(normed, layer.qkv).view(normed.shape[0], -1, self.config.head_dim)  # [T, H + 2K, D]
             queries = ops.rotate_and_cache(heads, cos, sin, keys, values, step.cache_indices)  # [T, H, D]
-            attended = ops.paged_attention(queries, keys, values, step.attention)  # [T, H * D]
+            attended = ops.paged_attention(queries, keys, values, attention)  # [T, H * D]
             x, normed = ops.add_rms_norm(x, ops.linear(attended, layer.attention_out), layer.ffn_norm, eps)
             delta = ops.linear(ops.silu_mul(ops.linear(normed, layer.gate_up)), layer.down)  # [T, C]
             x, normed = ops.add_rms_norm(x, delta, next_norm, eps)

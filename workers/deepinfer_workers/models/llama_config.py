@@ -8,16 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import pi
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from deepinfer_workers.checkpoint import Checkpoint, bad_file, unsupported
-
-MAX_SIZE: Final = 1 << 24
-"""More than any figure below is in a real model."""
-_REQUIRED: Final = object()
+from deepinfer_workers.config_fields import Fields
 
 
 @dataclass(frozen=True)
@@ -64,43 +61,8 @@ class LlamaConfig:
         return inv_freq if self.scaling is None else self.scaling.apply(inv_freq)
 
 
-class _Fields:
-    """Checked access to a checkpoint's metadata."""
-
-    def __init__(self, name: str, fields: Mapping[str, Any], prefix: str = "") -> None:
-        self._name = name
-        self._fields = fields
-        self._prefix = prefix
-
-    def size(self, key: str, default: Any = _REQUIRED) -> int:
-        value = self._get(key, default)
-        if type(value) is not int or not 1 <= value <= MAX_SIZE:
-            raise bad_file(self._name, f"{self._prefix}{key}: a number from 1 to {MAX_SIZE} expected, {value!r} came")
-        return value
-
-    def number(self, key: str, default: Any = _REQUIRED) -> float:
-        value = self._get(key, default)
-        if type(value) not in (int, float) or not 0.0 < value < 1e12:
-            raise bad_file(self._name, f"{self._prefix}{key}: a positive number was expected, {value!r} came")
-        return float(value)
-
-    def refuse_unless(self, key: str, *allowed: Any) -> None:
-        value = self._fields.get(self._prefix + key)
-        is_plain = isinstance(value, str | int | float)
-        if value is not None and not (is_plain and value in allowed):
-            raise unsupported(self._name, f"{self._prefix}{key} = {value!r} is not supported")
-
-    def _get(self, key: str, default: Any) -> Any:
-        value = self._fields.get(self._prefix + key)
-        if value is None:
-            if default is _REQUIRED:
-                raise bad_file(self._name, f"{self._prefix}{key} was expected and is missing")
-            return default
-        return value
-
-
 def _from_gguf(checkpoint: Checkpoint) -> LlamaConfig:
-    fields = _Fields(checkpoint.name, checkpoint.metadata, "llama.")
+    fields = Fields(checkpoint.name, checkpoint.metadata, "llama.")
     fields.refuse_unless("rope.scaling.type", "none")
     fields.refuse_unless("expert_count", 0)
     fields.refuse_unless("attention.sliding_window", 0)
@@ -127,7 +89,7 @@ def _from_gguf(checkpoint: Checkpoint) -> LlamaConfig:
 
 def _from_hf(checkpoint: Checkpoint) -> LlamaConfig:
     raw = checkpoint.metadata
-    fields = _Fields("config.json", raw)
+    fields = Fields("config.json", raw)
     for key, *allowed in (
         ("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False), ("sliding_window",),
         ("quantization_config",), ("partial_rotary_factor", 1.0),
@@ -145,7 +107,7 @@ def _from_hf(checkpoint: Checkpoint) -> LlamaConfig:
         vocab_size=fields.size("vocab_size"),
         max_len=fields.size("max_position_embeddings"),
         rms_eps=fields.number("rms_norm_eps"),
-        rope_theta=_Fields("config.json", rope).number("rope_theta", raw.get("rope_theta", 10_000.0)),
+        rope_theta=Fields("config.json", rope).number("rope_theta", raw.get("rope_theta", 10_000.0)),
         scaling=_scaling_of(rope),
     )
     return _checked("config.json", config)
@@ -168,7 +130,7 @@ def _scaling_of(rope: Mapping[str, Any]) -> Llama3Scaling | None:
         return None
     if kind != "llama3":
         raise unsupported("config.json", f"RoPE scaling {kind!r} is not supported")
-    fields = _Fields("config.json", rope)
+    fields = Fields("config.json", rope)
     scaling = Llama3Scaling(
         factor=fields.number("factor"),
         low_freq_factor=fields.number("low_freq_factor"),

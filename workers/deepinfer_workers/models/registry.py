@@ -5,23 +5,29 @@ Code in a model's folder is never imported: an architecture is in this table or 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
 from deepinfer_kernels import Ops
 from deepinfer_workers.checkpoint import Checkpoint, bad_file, unsupported
 from deepinfer_workers.gguf_file import GGUFFile
+from deepinfer_workers.models.deepseek.loading import load_deepseek
 from deepinfer_workers.models.llama import Llama
-from deepinfer_workers.models.llama_config import LlamaConfig
 from deepinfer_workers.models.llama_weights import random_shapes
+from deepinfer_workers.models.model import Model, ModelOptions
 from deepinfer_workers.random_weights import RandomWeights
 from deepinfer_workers.safetensors_folder import SafetensorsFolder
 
-MODELS: Final = {
+Report = Callable[[int, int], None]
+Loader = Callable[[Checkpoint, Ops, ModelOptions, Report], Model]
+
+MODELS: Final[Mapping[str, Loader]] = {
     "gguf:llama": Llama,
     "hf:LlamaForCausalLM": Llama,
     "hf:MistralForCausalLM": Llama,
+    "hf:DeepseekV41ForCausalLM": load_deepseek,
+    "hf:DeepseekV4ForCausalLM": load_deepseek,
 }
 
 
@@ -48,13 +54,10 @@ def open_checkpoint(path: Path, load_format: str = "auto") -> Checkpoint:
     return GGUFFile(files[0])
 
 
-def load_model(checkpoint: Checkpoint, ops: Ops, max_len: int, report: Callable[[int, int], None]) -> Llama:
-    """The model of `checkpoint` for at most `max_len` positions (0: its own limit). Raises `WorkerFault`."""
-    model = MODELS.get(checkpoint.architecture)
-    if model is None:
+def load_model(checkpoint: Checkpoint, ops: Ops, options: ModelOptions, report: Report) -> Model:
+    """The model of `checkpoint`. Raises `WorkerFault`."""
+    load = MODELS.get(checkpoint.architecture)
+    if load is None:
         text = f"architecture {checkpoint.architecture!r} is not one of {', '.join(sorted(MODELS))}"
         raise unsupported(checkpoint.name, text)
-    own_limit = LlamaConfig.read(checkpoint).max_len
-    if max_len > own_limit:
-        raise unsupported(checkpoint.name, f"max_model_len {max_len} is above the model's own {own_limit}")
-    return model(checkpoint, ops, max_len, report)
+    return load(checkpoint, ops, options, report)

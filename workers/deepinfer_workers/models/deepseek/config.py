@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Family = Literal["v4.1", "v4"]
 
@@ -120,6 +121,23 @@ class DeepseekConfig:
     engram: EngramConfig | None
     dspark: DsparkConfig | None
     vision: VisionConfig | None
+    num_mtp_layers: int = 0
+    """V4 before DSpark: draft layers of the older kind. They are checked with the rest, and never served."""
+
+    @classmethod
+    def read(cls, metadata: Mapping[str, Any], name: str) -> DeepseekConfig:
+        """From the released nested config.json, the flat one of the official inference code, or a V4 config.json.
+
+        `name` is the file's, for messages. Raises `WorkerFault`.
+        """
+        from deepinfer_workers.models.deepseek.config_reader import read_deepseek  # it needs the classes above
+
+        return read_deepseek(metadata, name)
+
+    @property
+    def num_stages(self) -> int:
+        """Draft stages, stored as `mtp.0`, `mtp.1` and so on."""
+        return self.num_mtp_layers if self.dspark is None else self.dspark.num_stages
 
     @property
     def decoder_start(self) -> int:

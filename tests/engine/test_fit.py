@@ -1,0 +1,88 @@
+"""What is said of a model that this machine cannot hold, or whose files are not all here."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from deepinfer import fit
+from deepinfer.errors import ModelFileError, ModelTooLarge
+from deepinfer.fit import INDEX, Needs, available_memory, check_fit, judge, missing_files
+
+NEEDS = Needs(file_bytes=510_286_023_000, memory_bytes=61_000_000_000)
+
+
+def write_index(folder: Path, *shards: str) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": {f"w{index}": name for index, name in enumerate(shards)}}))
+
+
+def test_files_that_the_index_names_and_that_are_not_there_are_missing(tmp_path: Path) -> None:
+    assert missing_files(tmp_path) == [INDEX, "model-*.safetensors", "tokenizer.json"]
+    write_index(tmp_path, "b.safetensors", "a.safetensors", "b.safetensors")
+    (tmp_path / "tokenizer.json").touch()
+    assert missing_files(tmp_path) == ["a.safetensors", "b.safetensors"]
+    (tmp_path / "a.safetensors").touch()
+    assert missing_files(tmp_path) == ["b.safetensors"]
+    (tmp_path / "b.safetensors").touch()
+    assert missing_files(tmp_path) == []
+
+
+def test_one_file_needs_no_index(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    assert missing_files(tmp_path) == []
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}'])
+def test_an_index_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(ModelFileError, match=re.escape(f"{INDEX}: cannot be read")):
+        missing_files(tmp_path)
+
+
+def test_what_is_missing_is_listed_with_both_figures() -> None:
+    with pytest.raises(ModelFileError) as caught:
+        judge("flash", NEEDS, [f"{index}.safetensors" for index in range(48)], 10_000_000_000, 24_000_000_000)
+    assert str(caught.value) == (
+        "flash: files are missing: 0.safetensors, 1.safetensors, 2.safetensors and 45 more; "
+        "10.0 GB of 510.3 GB are here; the model needs 61.0 GB of memory, "
+        "this machine can hold 24.0 GB, 37.0 GB too little"
+    )
+
+
+def test_a_model_beyond_the_memory_is_refused_with_both_figures() -> None:
+    with pytest.raises(ModelTooLarge, match=r"^flash: .* 61\.0 GB of memory, .* hold 24\.0 GB, 37\.0 GB too") as caught:
+        judge("flash", NEEDS, [], 510_286_023_000, 24_000_000_000)
+    assert (caught.value.needed_bytes, caught.value.available_bytes) == (61_000_000_000, 24_000_000_000)
+    judge("flash", NEEDS, [], 510_286_023_000, 61_000_000_000)
+    judge("flash", NEEDS, [], 510_286_023_000, None)
+
+
+def test_a_small_model_is_not_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look_into(folder: Path) -> Needs:
+        looked_into.append(folder)
+        return NEEDS
+
+    looked_into: list[Path] = []
+    monkeypatch.setattr(fit, "read_needs", look_into)
+    monkeypatch.setattr(fit, "available_memory", lambda: 16_000)
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    check_fit(tmp_path)
+    assert not looked_into
+    (tmp_path / "model.safetensors").write_bytes(bytes(1001))
+    check_fit(tmp_path, counts_memory=False)
+    assert not looked_into
+    with pytest.raises(ModelTooLarge):
+        check_fit(tmp_path)
+    assert looked_into == [tmp_path]
+
+
+def test_available_memory_is_what_linux_says(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:       24684092 kB\nMemAvailable:   22932188 kB\n")
+    assert available_memory(meminfo) == 22_932_188 * 1024
+    meminfo.write_text("MemTotal:       24684092 kB\n")
+    assert available_memory(meminfo) is None
+    assert available_memory(tmp_path / "none") is None

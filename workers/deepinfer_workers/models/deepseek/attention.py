@@ -1,0 +1,178 @@
+"""The attention of one layer: a window of its own, and compressed rows that it makes, chooses or takes over.
+
+Knows nothing of residual streams. What the layers of a step hand on to each other is in `StepState`.
+
+Legend: `T` positions, `C` channels, `H` heads, `D` head dim, `W` window, `G` groups that are complete, `K` rows chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepinfer_workers.models.deepseek.caches import PagedRows, Rings
+from deepinfer_workers.models.deepseek.compressor import Compressor
+from deepinfer_workers.models.deepseek.formats import CacheFormats
+from deepinfer_workers.models.deepseek.indexer import Choice, Indexer
+from deepinfer_workers.models.deepseek.layer_caches import SourceRows
+from deepinfer_workers.models.deepseek.positions import StepPositions
+from deepinfer_workers.models.deepseek.rope import RopeTable, turn
+from deepinfer_workers.models.deepseek.selection import all_visible
+from deepinfer_workers.models.deepseek.sparse_attention import PIECE, attend, pad_keys
+from deepinfer_workers.models.deepseek.weights import DeepseekWeights
+
+
+@dataclass
+class StepState:
+    """What the layers of a step hand on."""
+
+    source: SourceRows | None = None
+    choice: Choice | None = None
+
+
+class RowSource:
+    """The part of a source layer that every token goes through: it makes compressed rows and index keys."""
+
+    def __init__(self, weights: DeepseekWeights, name: str, layer: int, table: RopeTable) -> None:
+        config = weights.config
+        ratio = config.ratios[layer]
+        self._table = table
+        self._rms_norm, self._eps = weights.ops.rms_norm, config.rms_eps
+        self.compressor = Compressor(weights, f"{name}.compressor", config.head_dim, ratio)
+        self.index_compressor: Compressor | None = None
+        self._makes_keys = layer in config.index_sources
+        if self._makes_keys and config.family == "v4":
+            self.index_compressor = Compressor(weights, f"{name}.indexer.compressor", config.index_dim, ratio)
+        elif self._makes_keys:
+            self._wk = weights.plain_linear(f"{name}.indexer.wk.weight")
+            self._key_norm = weights.norm(f"{name}.indexer.k_norm")
+
+    def write(self, x: Tensor, positions: StepPositions, rows: SourceRows) -> None:
+        """Of `x` [T, C], all tokens of the step."""
+        latent = self._complete(self.compressor, x, positions, rows.pending, rows.main)
+        if rows.index is None:
+            return
+        if self.index_compressor is not None:
+            self._complete(self.index_compressor, x, positions, rows.pending_index, rows.index)
+        elif len(latent):  # else no group is complete
+            keys = self._rms_norm(self._wk(latent), self._key_norm, self._eps)
+            self._store(keys, self.compressor, positions, rows.pending, rows.index)
+
+    def _complete(
+        self, compressor: Compressor, x: Tensor, positions: StepPositions, pending: Rings | None, paged: PagedRows
+    ) -> Tensor:
+        """Rows of the groups that end among the positions, [G, D]; stored in `paged`, turned."""
+        groups = positions.groups(compressor.shape, pending)
+        states = compressor.states(x, positions.positions % compressor.shape.ratio)
+        lookback = groups.lookback
+        known = states
+        if pending is not None:
+            known = torch.cat((pending.read(lookback.ring_slots, lookback.ring_places), states))
+            write = groups.write
+            pending.write(write.slots, write.places, states.index_select(0, write.kept))
+        rows = compressor.rows(known[lookback.index], lookback.is_missing)
+        self._store(rows, compressor, positions, pending, paged)
+        return rows
+
+    def _store(
+        self, rows: Tensor, compressor: Compressor, positions: StepPositions, pending: Rings | None, paged: PagedRows
+    ) -> None:
+        groups = positions.groups(compressor.shape, pending)
+        turns = self._table.at(groups.token_positions)
+        paged.write(groups.indices, turn(rows[:, None], turns)[:, 0])
+
+
+class Attention:
+    """Queries, window, choice of rows, and the way back to the channels."""
+
+    def __init__(
+        self, weights: DeepseekWeights, name: str, layer: int, table: RopeTable, formats: CacheFormats
+    ) -> None:
+        config, ops = weights.config, weights.ops
+        self._config = config
+        self._rms_norm = ops.rms_norm
+        self._table = table
+        self._window_format = formats.window
+        self._wq_a, self._wq_b = weights.linear(f"{name}.wq_a"), weights.linear(f"{name}.wq_b")
+        self._q_norm = weights.norm(f"{name}.q_norm")
+        self._wkv, self._kv_norm = weights.linear(f"{name}.wkv"), weights.norm(f"{name}.kv_norm")
+        self._sinks = weights.plain(f"{name}.attn_sink")  # [H]
+        # The released model takes the weights of the first output product as they are, without rounding its input.
+        first, _ = weights.matrix(f"{name}.wo_a")
+        self._wo_a = [weights.product(part, quantizes=False) for part in first.chunk(config.o_groups)]
+        self._wo_b = weights.linear(f"{name}.wo_b")
+        self._ratio = config.ratios[layer]
+        self.source = RowSource(weights, name, layer, table) if layer in config.kv_sources else None
+        self._indexer: Indexer | None = None
+        if layer in config.index_sources:
+            self._indexer = Indexer(weights, f"{name}.indexer", layer, formats.round_index_query)
+        self._sees_all = bool(self._ratio) and config.index_source_of(layer) is None
+        # V4: queries of one length, head by head.
+        self._head_norm = torch.ones(config.head_dim, device=weights.device) if config.family == "v4" else None
+
+    def __call__(self, x: Tensor, positions: StepPositions, window: Rings, state: StepState) -> Tensor:
+        """`x` [T, C]: [T, C]. The step's compressed rows have been written."""
+        config = self._config
+        turns = self._table.at(positions.positions)
+        latent = self._rms_norm(self._wq_a(x), self._q_norm, config.rms_eps)
+        queries = self._wq_b(latent).unflatten(1, (config.num_heads, config.head_dim))  # [T, H, D]
+        if self._head_norm is not None:
+            queries = self._rms_norm(queries, self._head_norm, config.rms_eps)
+        keys = self._rms_norm(self._wkv(x), self._kv_norm, config.rms_eps)  # [T, D]
+        keys = turn(keys[:, None], turns)[:, 0]
+        if self._indexer is not None:
+            state.choice = self._choose(self._indexer, latent, x, positions, state)
+        elif self._sees_all:
+            state.choice = Choice(all_visible(positions.num_visible(self._ratio)))
+        out = self._attend(turn(queries, turns), keys, positions, window, state)
+        return self._project(turn(out, turns, back=True))
+
+    def _choose(
+        self, indexer: Indexer, latent: Tensor, x: Tensor, positions: StepPositions, state: StepState
+    ) -> Choice:
+        source = state.source
+        assert source is not None and source.index is not None
+        index, ratio = source.index, source.ratio
+
+        def read(where: Tensor, rows: Tensor) -> Tensor:
+            rows = rows.expand(len(where), -1)
+            return index.read(positions.row_indices(where, rows, ratio, index.null_row))
+
+        turns, num_visible = self._table.at(positions.positions), positions.num_visible(ratio)
+        # A kv source begins anew: what an earlier source published is of other rows.
+        candidates = state.choice.candidates if self.source is None and state.choice is not None else None
+        choice = indexer.choose(latent, x, turns, num_visible, read, candidates)
+        return choice if choice.candidates is not None else choice._replace(candidates=candidates)
+
+    def _attend(
+        self, queries: Tensor, own: Tensor, positions: StepPositions, window: Rings, state: StepState
+    ) -> Tensor:
+        """`queries` [T, H, D] and the positions' `own` keys [T, D], turned: [T, H, D]. Keeps the keys in the window."""
+        found = positions.window(self._config.window, window.capacity)
+        known = torch.cat((window.read(found.ring_slots, found.ring_places), self._window_format.round(own)))
+        window.write(found.write.slots, found.write.places, own.index_select(0, found.write.kept))
+        outs: list[Tensor] = []
+        for piece in torch.arange(len(own), device=own.device).split(PIECE):
+            keys, is_hidden = known[found.index[piece]], found.is_hidden[piece]  # [t, W, D], [t, W]
+            if self._ratio:
+                rows, is_padding = self._chosen(piece, positions, state)
+                keys, is_hidden = torch.cat((keys, rows), 1), torch.cat((is_hidden, is_padding), 1)
+            outs.append(attend(queries[piece], keys, is_hidden, self._sinks))
+        return torch.cat(outs)
+
+    def _chosen(self, piece: Tensor, positions: StepPositions, state: StepState) -> tuple[Tensor, Tensor]:
+        """The compressed rows that the positions `piece` [t] attend to, [t, K in whole tiles, D], and what is none."""
+        assert state.source is not None and state.choice is not None
+        main, numbers = state.source.main, state.choice.rows[piece]
+        if not numbers.shape[1]:  # none is visible yet
+            return self._sinks.new_empty(len(piece), 0, self._config.head_dim), numbers.bool()
+        numbers, is_padding = pad_keys(numbers, numbers < 0)
+        numbers = numbers.masked_fill(is_padding, -1)
+        return main.read(positions.row_indices(piece, numbers, state.source.ratio, main.null_row)), is_padding
+
+    def _project(self, out: Tensor) -> Tensor:
+        """`out` [T, H, D], turned back: [T, C]."""
+        groups = out.flatten(1).chunk(len(self._wo_a), 1)  # [T, H * D / groups] each
+        return self._wo_b(torch.cat([linear(group) for linear, group in zip(self._wo_a, groups, strict=True)], 1))

@@ -1,0 +1,94 @@
+"""The Engram layers of a model: tables in mapped files, rows fetched ahead, and what they add to the streams.
+
+Knows nothing of blocks or caches.
+
+Legend: `T` positions of a step, padded; `N` longest n-gram; `E` width of what a table gives for a position.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepinfer_workers.batch import DeviceBatch, Ints
+from deepinfer_workers.models.deepseek.block import Streams
+from deepinfer_workers.models.deepseek.config import EngramConfig
+from deepinfer_workers.models.deepseek.engram import Engram
+from deepinfer_workers.models.deepseek.engram_hash import NO_TOKEN, EngramHash, compressed_vocabulary
+from deepinfer_workers.models.deepseek.engram_prefetch import EngramPrefetch, EngramPrefetcher, EngramSource
+from deepinfer_workers.models.deepseek.engram_table import EngramTable
+from deepinfer_workers.models.deepseek.weights import DeepseekWeights
+from deepinfer_workers.models.model import Step
+
+
+class Added(NamedTuple):
+    """What one layer's table gives for the positions of a step."""
+
+    engram: Engram
+    embeddings: Tensor
+    """[T, E]"""
+    image_token_id: int | None
+
+    def add_to(self, streams: Streams, kept: Tensor, tokens: Tensor) -> Streams:
+        """`streams` of the positions `kept` [t], whose `tokens` are [t]."""
+        is_image = None if self.image_token_id is None else tokens == self.image_token_id
+        return streams._replace(
+            values=self.engram.apply(streams.values, self.embeddings.index_select(0, kept), is_image)
+        )
+
+
+class EngramLayers:
+    """All Engram layers of a model."""
+
+    def __init__(self, weights: DeepseekWeights, config: EngramConfig) -> None:
+        """Raises `WorkerFault` when the folder's tokenizer is not the one that the tables were made with."""
+        self._config = config
+        self._device = weights.device
+        self._image_token_id = weights.config.image_token_id
+        vocabulary = compressed_vocabulary(weights.tensors.path / "tokenizer.json", weights.config.vocab_size)
+        self._sources = [
+            EngramSource(
+                EngramHash(config, vocabulary, self._image_token_id, layer),
+                EngramTable(*_table(weights, f"layers.{layer}.engram.embed")),
+            )
+            for layer in config.layers
+        ]
+        self._engrams = [_engram(weights, f"layers.{layer}.engram") for layer in config.layers]
+
+    def allocate(self, num_slots: int) -> None:
+        self._prefetcher = EngramPrefetcher(self._sources, num_slots)
+
+    def prefetch(self, batch: DeviceBatch, starts: Ints) -> EngramPrefetch:
+        """Host thread, in the order of the plans."""
+        return self._prefetcher.submit(batch, starts)
+
+    def embeddings(self, step: Step, num_positions: int) -> dict[int, Added]:
+        """By layer, of the step's first `num_positions`, which are no padding."""
+        assert isinstance(step.prefetched, EngramPrefetch)
+        prefetched = step.prefetched
+        fetched = prefetched.take(self._ngrams(step, prefetched.missing))
+        return {
+            layer: Added(engram, rows.dequantize()[:num_positions].to(self._device), self._image_token_id)
+            for layer, engram, rows in zip(self._config.layers, self._engrams, fetched, strict=True)
+        }
+
+    def _ngrams(self, step: Step, places: Ints) -> Ints:
+        """The tokens at `places` [M] and those before them, newest first: [M, N]."""
+        at = torch.from_numpy(places).to(step.tokens.device)
+        before = torch.arange(self._config.max_ngram, device=step.tokens.device)
+        positions = step.rows.positions[at][:, None] - before
+        tokens = step.known[step.rows.slots[at][:, None], positions.clamp(min=0)].long()
+        return np.asarray(torch.where(positions < 0, NO_TOKEN, tokens).cpu().numpy())
+
+
+def _table(weights: DeepseekWeights, name: str) -> tuple[Tensor, Tensor | None]:
+    codes = weights.stored(f"{name}.weight")
+    return codes, weights.stored(f"{name}.scale") if weights.config.is_quantized else None
+
+
+def _engram(weights: DeepseekWeights, name: str) -> Engram:
+    product = weights.plain(f"{name}.q_weight") * weights.plain(f"{name}.k_weight")  # [n, C]
+    return Engram(weights.linear(f"{name}.wkv"), product, weights.config.rms_eps)

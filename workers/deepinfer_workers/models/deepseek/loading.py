@@ -1,0 +1,39 @@
+"""From a folder and a configuration to a model that runs. Knows no formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import lcm
+
+from deepinfer_kernels import Ops
+from deepinfer_workers.checkpoint import Checkpoint, unsupported
+from deepinfer_workers.models.deepseek.config import DeepseekConfig
+from deepinfer_workers.models.deepseek.model import Deepseek
+from deepinfer_workers.models.deepseek.rank_tensors import RankTensors
+from deepinfer_workers.models.model import ModelOptions, check_max_len
+from deepinfer_workers.runner import WorkerFault
+from deepinfer_workers.safetensors_folder import SafetensorsFolder
+from deepinfer_workers.truncation import check_keep
+
+
+def load_deepseek(
+    checkpoint: Checkpoint, ops: Ops, options: ModelOptions, report: Callable[[int, int], None]
+) -> Deepseek:
+    """V4.1 or V4, as config.json says. Draft stages and vision are left out. Raises `WorkerFault`."""
+    if not isinstance(checkpoint, SafetensorsFolder):
+        raise unsupported(checkpoint.name, "random weights of this architecture are written as a checkpoint")
+    config = DeepseekConfig.read(checkpoint.metadata, "config.json")
+    check_max_len(checkpoint.name, options.max_len, config.max_len)
+    if config.family == "v4.1":
+        check_keep(options.keep_tokens, config.window, 0 if config.dspark is None else config.dspark.block_size)
+    check_block_size(options.block_size, config)
+    tensors = RankTensors(checkpoint, config, report=report)
+    return Deepseek(tensors, config, ops, options)
+
+
+def check_block_size(block_size: int, config: DeepseekConfig) -> None:
+    """A block holds whole compressed rows of every layer. Raises `WorkerFault`."""
+    multiple = lcm(*(ratio for ratio in config.ratios if ratio))
+    if block_size % multiple:
+        words = f"{block_size} is no multiple of {multiple}, and compressed rows stand for as many tokens"
+        raise WorkerFault("setting", f"block_size: {words}")

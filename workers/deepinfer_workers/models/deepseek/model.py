@@ -1,0 +1,205 @@
+"""DeepSeek-V4.1 and V4: weights, caches and the forward pass of packed positions. A `Model`.
+
+Knows nothing of plans or sampling. V4.1 is a causal encoder and a decoder that own one half of the layers each. All
+rows that prefixes share come from the encoder, so that of a long prompt the decoder needs to compute the end alone
+(truncation).
+
+Legend: `T` positions, `n` streams, `C` channels, `S` pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepinfer_kernels import Ops
+from deepinfer_workers.batch import Admission, DeviceBatch, Ints, Limits
+from deepinfer_workers.models.deepseek.attention import StepState
+from deepinfer_workers.models.deepseek.block import Block, Streams
+from deepinfer_workers.models.deepseek.config import DeepseekConfig
+from deepinfer_workers.models.deepseek.engram_layers import EngramLayers
+from deepinfer_workers.models.deepseek.formats import cache_formats
+from deepinfer_workers.models.deepseek.hyper import HeadCollapse, collapse
+from deepinfer_workers.models.deepseek.layer_caches import DeepseekCaches, slot_bytes, token_bytes
+from deepinfer_workers.models.deepseek.moe import ExpertCache
+from deepinfer_workers.models.deepseek.pieces import Pieces
+from deepinfer_workers.models.deepseek.positions import StepPositions
+from deepinfer_workers.models.deepseek.rank_tensors import RankTensors
+from deepinfer_workers.models.deepseek.rope import RopeTable
+from deepinfer_workers.models.deepseek.weights import DeepseekWeights
+from deepinfer_workers.models.model import CacheNeeds, ModelOptions, Step
+
+EXPERT_CACHE_BYTES: Final = 1 << 30
+
+
+@dataclass
+class RowCounts:
+    """Positions computed so far: what truncation saves is counted, not assumed."""
+
+    through_layer: Ints
+    """[layers]: attention and experts."""
+    into_rows: Ints
+    """[layers]: compressed rows of a source layer."""
+    head: int = 0
+
+
+class SlotFloors:
+    """Where the state of each slot begins. The null slot behind the last is never asked for."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.window = np.zeros(num_slots, np.int64)
+        """Below, the encoder's windows know nothing."""
+        self.rows = np.zeros(num_slots, np.int64)
+        """Compressed rows below are there already, and others may read them: they are not written."""
+        self.decoder = np.zeros(num_slots, np.int64)
+        """Below, the decoder half computes nothing."""
+
+
+class Deepseek:
+    """A `Model`: paged compressed rows, windows and pending groups by slot."""
+
+    can_capture = False
+
+    def __init__(
+        self,
+        tensors: RankTensors,
+        config: DeepseekConfig,
+        ops: Ops,
+        options: ModelOptions,
+    ) -> None:
+        """Of the routed experts those of `tensors` are computed; the part of others in a sum is left out."""
+        self.config = config
+        self.vocab_size = config.vocab_size
+        self.max_len = options.max_len or config.max_len
+        self._ops = ops
+        self._keep_tokens = options.keep_tokens if config.family == "v4.1" else None
+        self._formats = cache_formats(config, options.cache_format, quantizes=options.quantizes_caches)
+        weights = DeepseekWeights(tensors, config, ops, options.quantizes_activations)
+        self._embedding = weights.stored("embed.weight").to(ops.device)  # [V, C], where it is mapped on the CPU
+        tables = self._rope_tables()
+        experts = ExpertCache(weights, EXPERT_CACHE_BYTES)
+        self._blocks = [
+            Block(weights, layer, tables[ratio > 0], self._formats, experts)
+            for layer, ratio in enumerate(config.ratios)
+        ]
+        self._engram = None if config.engram is None else EngramLayers(weights, config.engram)
+        self._collapse = HeadCollapse(weights, "hc_head") if config.family == "v4" else None
+        self._norm = weights.norm("norm")
+        self._head = ops.pack_project(weights.plain("head.weight"))
+        self.counts = RowCounts(np.zeros(config.num_layers, np.int64), np.zeros(config.num_layers, np.int64))
+
+    def cache_needs(self, block_size: int) -> CacheNeeds:
+        config = self.config
+        per_token = token_bytes(config, self._formats)
+        return CacheNeeds(
+            block_bytes=round(per_token * block_size),
+            slot_bytes=slot_bytes(config, self._formats),
+            token_bytes=per_token,
+            bounded_replay=config.window,
+            exact_replay=config.num_layers * (config.window - 1),
+        )
+
+    def allocate(self, limits: Limits) -> None:
+        self._block_size = limits.block_size
+        self._caches = DeepseekCaches(self.config, self._formats, limits, self._ops.device)
+        self._floors = SlotFloors(limits.num_slots)
+        if self._engram is not None:
+            self._engram.allocate(limits.num_slots)
+
+    def typical_steps(self) -> list[Ints]:
+        return []
+
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        for admission in admissions:
+            slot = admission.slot
+            self._floors.window[slot] = admission.length
+            self._floors.rows[slot] = admission.floor
+            self._floors.decoder[slot] = max(admission.length, self._decoder_start(admission))
+
+    def _decoder_start(self, admission: Admission) -> int:
+        """Of the prompt, whatever was generated behind it before a preemption: that was computed in full, and is so
+        again."""
+        sampling = admission.sampling
+        if self._keep_tokens is None or sampling.num_prompt_logprobs >= 0:
+            return 0
+        return max((sampling.num_prompt or len(admission.tokens)) - self._keep_tokens, 0)
+
+    def prefetch(self, batch: DeviceBatch, starts: Ints) -> object:
+        return None if self._engram is None else self._engram.prefetch(batch, starts)
+
+    def forward(self, step: Step) -> Tensor:
+        """Hidden states [T, C] behind the last norm: zeros for padding, and where truncation computes nothing."""
+        positions = self._positions(step)
+        if not len(positions):
+            return torch.zeros(len(step.tokens), self.config.hidden_size, device=step.tokens.device)
+        engram = None if self._engram is None else self._engram.embeddings(step, len(positions))
+        streams = self._enter(positions)
+        state = StepState()
+        kept = torch.arange(len(positions), device=step.tokens.device)
+        for layer, (block, caches) in enumerate(zip(self._blocks, self._caches.layers, strict=True)):
+            if engram is not None and layer in engram:
+                streams = engram[layer].add_to(streams, kept, positions.tokens)
+            if caches.source is not None:
+                block.make_rows(streams, positions, caches, state)
+                self.counts.into_rows[layer] += len(positions)
+            if layer == self.config.decoder_start:
+                floors = self._floors.decoder[positions.pieces.slots]
+                positions, kept = positions.tail(floors)
+                streams = streams.at(kept)
+            if not len(positions):
+                break
+            streams = block(streams, positions, caches, state)
+            self.counts.through_layer[layer] += len(positions)
+        return self._leave(streams, kept, len(step.tokens))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        self.counts.head += len(hidden)
+        if not len(hidden):  # prompts that are not complete yet
+            return hidden.new_empty(0, self.vocab_size, dtype=torch.float32)
+        return self._ops.project(hidden, self._head)
+
+    def _positions(self, step: Step) -> StepPositions:
+        """Those of the step without its padding."""
+        counts = step.rows.counts
+        firsts = np.cumsum(counts) - counts
+        slots, starts = (array[firsts].cpu().numpy() for array in (step.rows.slots, step.rows.positions))
+        pieces = Pieces(slots, starts, counts, step.tokens.device)
+        floors = self._floors
+        return StepPositions(
+            pieces,
+            step.tokens[: pieces.num_positions],
+            step.rows.tables,
+            self._block_size,
+            floors.window[slots],
+            floors.rows[slots],
+        )
+
+    def _enter(self, positions: StepPositions) -> Streams:
+        """Every stream starts as the token's embedding; the first sublayer reads the first one."""
+        embedded = self._ops.embedding(positions.tokens, self._embedding).to(torch.float32)  # [T, C]
+        values = embedded[:, None].repeat(1, self.config.hc_mult, 1)
+        shares = torch.zeros(values.shape[:2], device=values.device)
+        shares[:, 0] = 1.0
+        return Streams(values, shares)
+
+    def _leave(self, streams: Streams, kept: Tensor, num_positions: int) -> Tensor:
+        hidden = torch.zeros(num_positions, self.config.hidden_size, device=kept.device)
+        if len(kept):
+            last = (
+                collapse(streams.shares, streams.values) if self._collapse is None else self._collapse(streams.values)
+            )
+            hidden.index_copy_(0, kept, self._ops.rms_norm(last, self._norm, self.config.rms_eps))
+        return hidden
+
+    def _rope_tables(self) -> dict[bool, RopeTable]:
+        """Without and with compressed rows."""
+        config, device = self.config, self._ops.device
+        return {
+            False: RopeTable(config.rope_theta, config.rope_dim, self.max_len, None, device),
+            True: RopeTable(config.compress_theta, config.rope_dim, self.max_len, config.yarn, device),
+        }

@@ -1,0 +1,77 @@
+"""The tensors of a DeepSeek checkpoint as a rank computes with them. Knows their storage, and no formula.
+
+Linears are expanded to the arithmetic of the operations once; routed experts stay as they are stored, in the mapped
+file, and are expanded when a token is sent to them (`moe.ExpertCache`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from deepinfer_kernels import Ops, dequantize_fp4, dequantize_fp8_blocks, fake_quantize_activation
+from deepinfer_workers.models.deepseek.config import DeepseekConfig
+from deepinfer_workers.models.deepseek.rank_tensors import RankTensors
+
+Linear = Callable[[Tensor], Tensor]
+"""[T, in] to [T, out]."""
+_FP8: Final = torch.float8_e4m3fn
+
+
+class DeepseekWeights:
+    """Reads by released names. What is there, and of what shape, has been checked."""
+
+    def __init__(
+        self,
+        tensors: RankTensors,
+        config: DeepseekConfig,
+        ops: Ops,
+        quantizes_activations: bool,
+    ) -> None:
+        """`quantizes_activations`: inputs of products with FP8 and FP4 weights are rounded to FP8."""
+        self.config = config
+        self.ops = ops
+        self.device = ops.device
+        self._quantizes_activations = quantizes_activations
+        self.tensors = tensors
+
+    def stored(self, name: str) -> Tensor:
+        """As it lies in the file: a mapped tensor on the CPU."""
+        return self.tensors.stored(name)
+
+    def plain(self, name: str) -> Tensor:
+        """Any shape, float32, on the device."""
+        return self.stored(name).to(self.device).to(torch.float32)
+
+    def norm(self, name: str) -> Tensor:
+        return self.plain(f"{name}.weight")
+
+    def plain_linear(self, name: str) -> Linear:
+        """A float32 product whose weight `name` is stored in F32 or BF16."""
+        return self.product(self.plain(name), quantizes=False)
+
+    def linear(self, name: str) -> Linear:
+        """The product `name`.weight, in the quantised form that it is stored in."""
+        weight, is_quantized = self.matrix(name)
+        return self.product(weight, quantizes=is_quantized)
+
+    def product(self, weight: Tensor, *, quantizes: bool) -> Linear:
+        """A product with `weight` [out, in] float32, whose input is rounded to FP8 before if asked."""
+        packed = self.ops.pack_linear(weight)
+        if not (quantizes and self._quantizes_activations):
+            return lambda x: self.ops.linear(x, packed)
+        return lambda x: self.ops.linear(fake_quantize_activation(x), packed)
+
+    def matrix(self, name: str) -> tuple[Tensor, bool]:
+        """`name`.weight [out, in] in float32, and whether it is stored quantised."""
+        weight = self.stored(f"{name}.weight")
+        weight = weight.to(self.device)
+        if weight.dtype not in (_FP8, torch.int8):
+            return weight.to(torch.float32), False
+        scales = self.stored(f"{name}.scale").to(self.device)
+        if weight.dtype == torch.int8:
+            return dequantize_fp4(weight, scales), True
+        return dequantize_fp8_blocks(weight, scales, self.config.scale_block), True
