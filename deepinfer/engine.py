@@ -47,6 +47,16 @@ PROMPT_LOGPROBS_A_TURN: Final = 128
 """Entries that are made readable in one turn of the loop: a few milliseconds."""
 
 
+class CacheSizes(NamedTuple):
+    """What a worker's caches take, in bytes, as the worker says."""
+
+    global_bytes_per_token: float
+    """Paged rows of a token, which equal prefixes share."""
+    block_bytes: int
+    slot_bytes: int
+    """What a running sequence keeps for itself."""
+
+
 class EngineStats(NamedTuple):
     """What an engine is doing and has done."""
 
@@ -54,6 +64,7 @@ class EngineStats(NamedTuple):
     core: CoreStats
     num_strange_frames: int
     """Frames on the engine's socket that came from none of its workers; they were not read."""
+    cache: CacheSizes
 
 
 class Engine:
@@ -155,9 +166,9 @@ class Engine:
         self._group = WorkerGroup(config, path, wire_version())
         ready = await self._group.wait_ready(config.start_timeout_s, _in_words(tell))
         self._limits = _limits(ready, self._text)
-        scheduler = Scheduler(
-            _scheduler_config(config), [_shape(rank, config) for rank in ready], epoch=self._group.epoch
-        )
+        self._cache = CacheSizes(ready[0].global_bytes_per_token, ready[0].block_bytes, ready[0].slot_bytes)
+        shapes = [_shape(rank, config) for rank in ready]
+        scheduler = Scheduler(_scheduler_config(config), shapes, epoch=self._group.epoch)
         self._core = EngineCore(scheduler, self._group.link, self._home.loop, _core_config(config), self._observers)
         self._core.on_failure = self._group.supervisor.kill
         next_seed = None if config.seed < 0 else partial(random.Random(config.seed).getrandbits, SEED_BITS)
@@ -353,7 +364,8 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot. Raises `EngineClosed` before the engine is open."""
         self._check_opened()
-        return EngineStats(self._core.scheduler.stats(), self._core.stats, self._group.link.num_strange_frames)
+        strange = self._group.link.num_strange_frames
+        return EngineStats(self._core.scheduler.stats(), self._core.stats, strange, self._cache)
 
     def metrics(self) -> dict[str, Metric]:
         """Counters, gauges and histograms so far, by name; from any thread. Raises `EngineClosed` before it is open."""

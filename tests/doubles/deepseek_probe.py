@@ -21,11 +21,10 @@ from deepinfer_workers.batch import Admission, DeviceBatch, Limits
 from deepinfer_workers.models.deepseek import model as model_module
 from deepinfer_workers.models.deepseek.block import Block, Streams
 from deepinfer_workers.models.deepseek.caches import RowFormat, float_format
-from deepinfer_workers.models.deepseek.config import DeepseekConfig
-from deepinfer_workers.models.deepseek.formats import CacheFormats
-from deepinfer_workers.models.deepseek.model import Deepseek, Options, Truncation
-from deepinfer_workers.models.deepseek.weights import Quantization
-from deepinfer_workers.models.model import Step
+from deepinfer_workers.models.deepseek.formats import CacheFormats, cache_formats
+from deepinfer_workers.models.deepseek.model import Deepseek
+from deepinfer_workers.models.model import ModelOptions, Step
+from deepinfer_workers.models.registry import load_model
 from deepinfer_workers.safetensors_folder import SafetensorsFolder
 
 BLOCK_SIZE: Final = 128
@@ -49,29 +48,36 @@ class Probe:
     """A model of one slot in exact arithmetic; `quantizes`: what it caches goes through the released formats."""
 
     def __init__(self, folder: Path, *, quantizes: bool = False) -> None:
-        checkpoint = SafetensorsFolder(folder)
-        config = DeepseekConfig.read(checkpoint.metadata, "config.json")
-        options = Options(
-            Quantization(activations=False, caches=quantizes), cache_format="float32", truncation=Truncation(False)
+        options = ModelOptions(
+            block_size=BLOCK_SIZE,
+            keep_tokens=None,
+            quantizes_activations=False,
+            quantizes_caches=quantizes,
+            cache_format="float32",
         )
         self._rounded: dict[str, Tensor] = {}
-        original = model_module.cache_formats
 
         def watched_formats(*args: Any, **kwargs: Any) -> CacheFormats:
-            return CacheFormats(*map(self._watch, CacheFormats._fields, original(*args, **kwargs)))
+            made = cache_formats(*args, **kwargs)
+            return CacheFormats(
+                self._watch("window", made.window), self._watch("main", made.main), self._watch("index", made.index)
+            )
 
         with mock.patch.object(model_module, "cache_formats", watched_formats):
             ops = select_ops("cpu", batch_invariant=True, dtype="float32")
-            self.model = Deepseek(checkpoint, config, ops, options, 0, lambda *_: None)
+            model = load_model(SafetensorsFolder(folder), ops, options, lambda done, total: None)
+        assert isinstance(model, Deepseek)
+        self.model = model
         self._num_blocks = -(-self.model.max_len // BLOCK_SIZE)
-        self._limits = Limits(1, self._num_blocks, BLOCK_SIZE, self.model.max_len, config.vocab_size, 1 << 20)
+        self._limits = Limits(1, self._num_blocks, BLOCK_SIZE, self.model.max_len, self.model.vocab_size, 1 << 20)
         self.model.allocate(self._limits)
         self._passed: list[Passed] = []
         self._forced: Sequence[Streams] = ()
         self._watch_blocks()
 
     def close(self) -> None:
-        self.model.close()
+        if self.model._engram is not None:
+            self.model._engram._prefetcher.close()
 
     def run(self, ids: Sequence[int], forced: Sequence[Streams] = ()) -> tuple[Tensor, list[Passed]]:
         """Logits [T, vocab] of one full forward, and what passed each layer.
@@ -89,7 +95,7 @@ class Probe:
     def _watched(self, kind: str, round: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def watched(rows: Tensor) -> Tensor:
             rounded = round(rows)
-            self._rounded["query" if rows.ndim == 3 else kind] = rounded
+            self._rounded.setdefault("query" if rows.ndim == 3 else kind, rounded)  # the ring takes the last ones again
             return rounded
 
         return watched

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from deepinfer_kernels import Ops, PackedRows, select_ops
+from deepinfer_kernels import PackedRows, select_ops
 from deepinfer_protocol import SlotSampling
 from deepinfer_workers.batch import Admission, DeviceBatch, Limits
 from deepinfer_workers.models.deepseek.loading import load_deepseek
@@ -26,10 +25,6 @@ PLAIN = ModelOptions(quantizes_activations=False, quantizes_caches=False)
 NO_INTS = np.empty(0, np.int64)
 
 
-def exact_ops() -> Ops:
-    return select_ops("cpu", batch_invariant=True, dtype="float32")
-
-
 class Sequences:
     """Up to `num_slots` sequences. A slot's tokens are all known from the start; `lengths` are computed."""
 
@@ -39,14 +34,15 @@ class Sequences:
         options: ModelOptions = EXACT,
         *,
         num_slots: int = 6,
-        num_blocks: int = 64,
         max_len: int = 256,
+        batch_invariant: bool = True,
     ) -> None:
-        self.model = load_deepseek(
-            SafetensorsFolder(folder), exact_ops(), options._replace(max_len=max_len), lambda done, total: None
-        )
+        ops = select_ops("cpu", batch_invariant=batch_invariant, dtype="float32")
+        options = options._replace(max_len=max_len)
+        self.model = load_deepseek(SafetensorsFolder(folder), ops, options, lambda done, total: None)
         self.block_size = options.block_size
         per_slot = -(-max_len // self.block_size)
+        num_blocks = num_slots * per_slot
         self.limits = Limits(num_slots, num_blocks, self.block_size, max_len, self.model.vocab_size, 4096)
         with torch.inference_mode():
             self.model.allocate(self.limits)
@@ -141,13 +137,3 @@ class Sequences:
 def random_tokens(count: int, seed: int, vocab_size: int) -> list[int]:
     tokens: list[int] = np.random.default_rng(seed).integers(3, vocab_size, count).tolist()
     return tokens
-
-
-def state_of(model: Any) -> dict[str, Tensor]:
-    """What a model keeps, by name: for comparing two of them."""
-    found: dict[str, Tensor] = {}
-    for layer, caches in enumerate(model._caches.layers):
-        found[f"window {layer}"] = caches.window._store
-        if caches.source is not None:
-            found[f"main {layer}"] = caches.source.main._store
-    return found

@@ -24,7 +24,8 @@ def check_published(
     ranks: list[Rank], runners: list[FakeRunner], requests: Iterable[Request], window: int
 ) -> Published:
     """Every block without a mark has the rows that a run without a hit gives it. Raises `AssertionError`."""
-    exact, marked = [], []
+    exact: list[bool] = []
+    marked: list[bool] = []
     for request in requests:
         for seq in request.samples:
             prefix = Prefix(seq.tokens, window)

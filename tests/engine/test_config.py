@@ -21,6 +21,39 @@ def test_argument_beats_environment_beats_default(monkeypatch: pytest.MonkeyPatc
     assert resolve_config({"max_num_seqs": 8}).max_num_seqs == 8
 
 
+def test_what_approximates_and_what_is_rounded_is_set_by_the_names_of_the_model_s_makers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = resolve_config({})
+    assert (config.prefill_truncation, config.prefill_keep_tokens, config.prefix_hits) == ("compact", 140, "bounded")
+    assert (config.cache_format, config.quantize_activations, config.quantize_cache) == ("auto", True, True)
+    for name, text in (
+        ("YOCO_PREFILL_TRUNCATION_MODE", "off"),
+        ("YOCO_PREFILL_KEEP_TOKENS", "200"),
+        ("PREFIX_HITS", "exact"),
+        ("CACHE_FORMAT", "packed"),
+        ("QUANTIZE_ACTIVATIONS", "0"),
+        ("QUANTIZE_CACHE", "0"),
+    ):
+        monkeypatch.setenv(f"DEEPINFER_{name}", text)
+    config = resolve_config({})
+    assert (config.prefill_truncation, config.prefill_keep_tokens, config.prefix_hits) == ("off", 200, "exact")
+    assert (config.cache_format, config.quantize_activations, config.quantize_cache) == ("packed", False, False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_bounded"),
+    [
+        ({}, True),
+        ({"prefix_hits": "exact"}, False),
+        ({"prefill_truncation": "off"}, False),
+        ({"prefill_truncation": "off", "prefix_hits": "bounded"}, False),
+    ],
+)
+def test_who_wants_no_truncation_gets_exact_hits(settings: dict[str, str], has_bounded: bool) -> None:
+    assert resolve_config(settings).has_bounded_hits is has_bounded
+
+
 @pytest.mark.parametrize(("text", "value"), [("0", False), ("1", True), ("false", False), ("true", True)])
 def test_switches_are_read_as_deepseek_writes_them(monkeypatch: pytest.MonkeyPatch, text: str, value: bool) -> None:
     monkeypatch.setenv("DEEPINFER_ZERO_OVERHEAD_SCHEDULING", text)
@@ -40,6 +73,11 @@ def test_an_empty_variable_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None
         ("DEEPINFER_ACCELERATOR", "gpu", r"known: cpu, nvidia, ascend"),
         ("DEEPINFER_PREFIX_CACHE", "maybe", "DEEPINFER_PREFIX_CACHE: 'maybe'"),
         ("DEEPINFER_SLOW_CONSUMER_S", "-1", "DEEPINFER_SLOW_CONSUMER_S"),
+        ("DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE", "on", "known: compact, off"),
+        ("DEEPINFER_YOCO_PREFILL_KEEP_TOKENS", "0", "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS: '0': Expected `int` >= 1"),
+        ("DEEPINFER_PREFIX_HITS", "approximate", "known: bounded, exact"),
+        ("DEEPINFER_CACHE_FORMAT", "fp8", "known: auto, packed, bfloat16, float32"),
+        ("DEEPINFER_QUANTIZE_CACHE", "maybe", "DEEPINFER_QUANTIZE_CACHE: 'maybe'"),
     ],
 )
 def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str, text: str, message: str) -> None:

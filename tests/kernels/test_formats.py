@@ -455,16 +455,55 @@ def test_what_does_not_fit_is_refused_by_name(call: Callable[[], object], messag
         call()
 
 
+# Devices.
+
+
+@pytest.mark.gpu
+@each_row
+def test_a_row_has_the_same_bits_on_a_gpu(row: Row) -> None:
+    x = torch.cat([rough(300, 512, seed=seed, spread=spread) for seed, spread in enumerate((0.0, 3.0, 25.0))])
+    packed = row.pack(x.cuda())
+    assert torch.equal(packed.cpu(), row.pack(x))
+    assert torch.equal(bits(row.unpack(packed).cpu()), bits(row.fake(x)))
+    assert torch.equal(bits(row.fake(x.cuda()).cpu()), bits(row.fake(x)))
+
+
+@pytest.mark.gpu
+def test_weights_have_the_same_bits_on_a_gpu() -> None:
+    codes, scales = all_bytes(256, 256), all_bytes(256, 16)
+    reads: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
+        lambda c, s: dequantize_fp8_rows(c.view(FP8), s[:, :8].view(E8M0)),
+        lambda c, s: dequantize_fp8_blocks(c.view(FP8), s[:8, :8].view(E8M0), 32),
+        lambda c, s: dequantize_fp4(c.view(torch.int8), s.view(E8M0)),
+    )
+    for read in reads:
+        assert torch.equal(bits(read(codes.cuda(), scales.cuda()).cpu()), bits(read(codes, scales)))
+    weight = rough(70, 96)
+    writes: tuple[Callable[[Tensor], tuple[Tensor, Tensor]], ...] = (
+        lambda w: quantize_fp8_blocks(w, 32),
+        quantize_fp4,
+        quantize_fp8_rows,
+        quantize_activation,
+    )
+    for write in writes:
+        for ours, expected in zip(write(weight.cuda()), write(weight), strict=True):
+            assert torch.equal(ours.cpu().view(torch.uint8), expected.view(torch.uint8))
+
+
 # A public implementation.
+
+
+def import_oracle(module: str) -> Any:
+    """A module of NeMo's DeepSeek-V4.1."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        patch.setenv("TORCHDYNAMO_DISABLE", "1")
+        warnings.simplefilter("ignore")  # what its import says is its own affair
+        return pytest.importorskip(f"nemo_automodel.components.models.deepseek_v41.{module}")
 
 
 @pytest.fixture(scope="module")
 def oracle() -> Any:
-    """The cache quantisers of NeMo's DeepSeek-V4.1."""
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        patch.setenv("TORCHDYNAMO_DISABLE", "1")
-        warnings.simplefilter("ignore")  # what its import says is its own affair
-        return pytest.importorskip("nemo_automodel.components.models.deepseek_v41.quantization")
+    return import_oracle("quantization")
 
 
 ORACLE_FORMATS: Final = {"main": "nvfp4", "index": "mxfp4", "window": "fp8"}
@@ -500,3 +539,14 @@ def test_rows_at_every_edge_equal_the_oracles(oracle: Any, name: str) -> None:
 def test_activations_equal_the_oracles_fp8(oracle: Any) -> None:
     x = rough(256, 320, seed=11)
     assert torch.equal(bits(fake_quantize_activation(x)), bits(oracle.quantize_cache(x, format="fp8", block_size=32)))
+
+
+def test_weights_equal_the_oracles() -> None:
+    read = import_oracle("state_dict_adapter").dequantize_checkpoint_weight
+    codes, scales = all_bytes(256, 256), all_bytes(256, 16) % 255
+    fp8, fp8_scales = codes.view(FP8), scales[:8, :8].view(E8M0)
+    same(dequantize_fp8_blocks(fp8, fp8_scales, 32), read(fp8, fp8_scales, dtype=torch.float32).numpy())
+    row_scales = scales[:, :8].view(E8M0)
+    same(dequantize_fp8_rows(fp8, row_scales), read(fp8, row_scales, dtype=torch.float32, rowwise=True).numpy())
+    expected = read(codes.view(torch.int8), scales.view(E8M0), dtype=torch.float32)
+    assert torch.equal(dequantize_fp4(codes.view(torch.int8), scales.view(E8M0)), expected)  # whose code 8 is no -0

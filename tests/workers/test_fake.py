@@ -36,8 +36,9 @@ GREEDY: Final = SlotSampling()
 class Device:
     """A fake runner that is told each step in plain lists."""
 
-    def __init__(self) -> None:
-        self.runner = FakeRunner(fake_config(CacheShape(8, 64, BLOCK_SIZE, "fake"), vocab_size=VOCAB_SIZE))
+    def __init__(self, window: int = 0) -> None:
+        shape = CacheShape(8, 64, BLOCK_SIZE, "fake")
+        self.runner = FakeRunner(fake_config(shape, vocab_size=VOCAB_SIZE, window=window))
 
     def step(
         self,
@@ -200,6 +201,66 @@ def test_bad_words_and_bans_are_passed_over() -> None:
         words = LogitShaping(bad_words=pack_int32([2, free, second]))
         assert started(device, SlotSampling(num_prompt=num_prompt, shaping=words)) == free
         assert tokens_after(device, 0, 1) == [wanted]
+
+
+# Slots with a state of their own
+
+
+WINDOW: Final = 3
+LONG: Final = list(range(30, 54))
+
+
+def replayed(device: Device, length: int, floor: int, chunk: int = 99) -> int:
+    """The first token of 20 of `LONG` and one of its own, whose first `floor` rows are those of slot 0."""
+    device.step((0, 1, 24, SAMPLE), admits=[admit(0, LONG)], appends=blocks_for(0, 0, 25))
+    joined = admit(1, [*LONG[:20], 7], length=length, floor=floor, blocks=range(floor // BLOCK_SIZE))
+    device.step(admits=[joined], appends=blocks_for(1, 20, 24 - floor))
+    while length + chunk < 21:
+        device.step((1, 1, chunk, 0))
+        length += chunk
+    return tokens_of(device.step((1, 1, 21 - length, SAMPLE)))[0]
+
+
+def test_a_window_is_part_of_what_a_sequence_says() -> None:
+    device = Device(WINDOW)
+    first = tokens_of(device.step((0, 1, 6, SAMPLE), admits=[admit(0, PROMPT)], appends=blocks_for(0, 0, 20)))
+    tokens = [*first, *tokens_after(device, 0, 5)]
+    assert tokens == completion(PROMPT, GREEDY, 12, frozenset(), VOCAB_SIZE, WINDOW)[0]
+    assert tokens != completion(PROMPT, GREEDY, 12, frozenset(), VOCAB_SIZE)[0]
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 5, 99])
+@pytest.mark.parametrize("floor", [8, 16, 20])
+def test_a_replay_that_is_long_enough_says_what_a_run_without_a_hit_says(floor: int, chunk: int) -> None:
+    ready = Device(WINDOW).runner.load(lambda done, total: None)
+    bounded, exact = ready.bounded_replay_tokens, ready.exact_replay_tokens
+    wanted = next_token([*LONG[:20], 7], GREEDY, VOCAB_SIZE, WINDOW)
+    assert replayed(Device(WINDOW), floor - exact, floor, chunk) == wanted
+    assert replayed(Device(WINDOW), floor - exact + 1, floor, chunk) != wanted
+    assert replayed(Device(WINDOW), floor - bounded, floor, chunk) != wanted
+
+
+def test_a_replay_writes_no_row_below_its_floor() -> None:
+    device = Device(WINDOW)
+    device.step((0, 1, 24, SAMPLE), admits=[admit(0, LONG)], appends=blocks_for(0, 0, 25))
+    before = [device.runner.kv.hash_at(range(6), length) for length in range(25)]
+    device.step(
+        (1, 1, 7, 0), admits=[admit(1, [*LONG[:16], 7, 7], length=10, floor=16, blocks=range(4))], appends=[(1, 9)]
+    )
+    assert [device.runner.kv.hash_at(range(6), length) for length in range(25)] == before
+
+
+def test_a_window_that_was_not_rebuilt_is_found() -> None:
+    with pytest.raises(AssertionError, match="the window of position 16 begins at 14, the replay at 15"):
+        replayed(Device(WINDOW), 15, 16)
+
+
+def test_rows_below_the_floor_that_are_not_there_are_found_before_they_are_reached() -> None:
+    device = Device(WINDOW)
+    device.step((0, 1, 8, 0), admits=[admit(0, LONG)], appends=blocks_for(0, 0, 8))
+    hollow = admit(1, LONG, length=1, floor=12, blocks=range(3))
+    with pytest.raises(AssertionError, match=r"block 2 holds \[\]"):
+        device.step((1, 1, 2, 0), admits=[hollow])
 
 
 # It finds what is wrong

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Final, NamedTuple
 
@@ -147,7 +147,7 @@ class FakeKV:
                 if found != wanted:
                     raise AssertionError(f"block {blocks[index]} holds {found}, {wanted} was expected")
 
-    def hash_at(self, blocks: list[int], length: int) -> int:
+    def hash_at(self, blocks: Sequence[int], length: int) -> int:
         """The hash that the row of the last of `length` positions carries."""
         if length == 0:
             return _FNV_OFFSET

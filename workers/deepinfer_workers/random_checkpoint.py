@@ -1,4 +1,4 @@
-"""`python -m deepinfer_workers.random_checkpoint CONFIG.json DIR`: a random model with a tokenizer, as released ones are.
+"""`python -m deepinfer_workers.random_checkpoint CONFIG.json DIR`: a random model with a tokenizer, as released ones.
 
 For tests and benchmarks: its answers mean nothing.
 """

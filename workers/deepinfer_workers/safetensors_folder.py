@@ -92,9 +92,10 @@ class SafetensorsFolder:
         weight_map = index.get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
             raise bad_file(INDEX, f"a weight_map from tensors to files was expected, {weight_map!r:.80} came")
-        for shard in set(weight_map.values()):
-            if Path(shard).name != shard or not shard.endswith(".safetensors"):
-                raise bad_file(INDEX, f"the name of a safetensors file in its folder was expected, {shard!r} came")
+        for name, shard in weight_map.items():
+            if not shard.endswith(".safetensors") or "/" in shard or Path(shard).name != shard:
+                text = f"tensor {name}: a safetensors file in its folder was expected, {shard!r:.200} came"
+                raise bad_file(INDEX, text)
         metadata = index.get("metadata")
         total = metadata.get("total_size") if isinstance(metadata, dict) else None
         self.announced_bytes = total if type(total) is int else None

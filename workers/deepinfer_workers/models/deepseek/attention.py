@@ -157,16 +157,20 @@ class Attention:
         for piece in torch.arange(len(own), device=own.device).split(PIECE):
             keys, is_hidden = known[found.index[piece]], found.is_hidden[piece]  # [t, W, D], [t, W]
             if self._ratio:
-                assert state.source is not None and state.choice is not None
-                source, rows = state.source, state.choice.rows[piece]
-                rows, is_padding = pad_keys(rows, rows < 0)
-                indices = positions.row_indices(
-                    piece, rows.masked_fill(is_padding, -1), source.ratio, source.main.null_row
-                )
-                keys = torch.cat((keys, source.main.read(indices)), 1)
-                is_hidden = torch.cat((is_hidden, is_padding), 1)
+                rows, is_padding = self._chosen(piece, positions, state)
+                keys, is_hidden = torch.cat((keys, rows), 1), torch.cat((is_hidden, is_padding), 1)
             outs.append(attend(queries[piece], keys, is_hidden, self._sinks))
         return torch.cat(outs)
+
+    def _chosen(self, piece: Tensor, positions: StepPositions, state: StepState) -> tuple[Tensor, Tensor]:
+        """The compressed rows that the positions `piece` [t] attend to, [t, K in whole tiles, D], and what is none."""
+        assert state.source is not None and state.choice is not None
+        main, numbers = state.source.main, state.choice.rows[piece]
+        if not numbers.shape[1]:  # none is visible yet
+            return self._sinks.new_empty(len(piece), 0, self._config.head_dim), numbers.bool()
+        numbers, is_padding = pad_keys(numbers, numbers < 0)
+        numbers = numbers.masked_fill(is_padding, -1)
+        return main.read(positions.row_indices(piece, numbers, state.source.ratio, main.null_row)), is_padding
 
     def _project(self, out: Tensor) -> Tensor:
         """`out` [T, H, D], turned back: [T, C]."""

@@ -54,8 +54,8 @@ class PagedRows:
 
     def read(self, indices: Tensor) -> Tensor:
         """[..., D] float32 of `indices` [...]."""
-        rows = self._store.index_select(0, indices.flatten())
-        return self._format.unpack(rows).view(*indices.shape, -1)
+        rows = self._format.unpack(self._store.index_select(0, indices.flatten()))
+        return rows.view(*indices.shape, rows.shape[-1])
 
 
 class Rings:

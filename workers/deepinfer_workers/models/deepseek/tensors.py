@@ -32,7 +32,7 @@ class TensorSpec(NamedTuple):
     """What a tensor must be."""
 
     dtypes: tuple[str, ...]
-    """Any of them, as safetensors files name them; the first is what the released models have."""
+    """Any of them, as safetensors files name them; the first is what is written here, and the released one if any."""
     shape: tuple[int, ...]
     group: str
     """One of `GROUPS`."""
@@ -48,7 +48,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """As released."""
+        """In the first of `dtypes`."""
         return prod(self.shape) * ITEM_BYTES[self.dtypes[0]]
 
 
@@ -89,7 +89,8 @@ class _Table:
     # The ways of storing
 
     def plain(self, name: str, shape: tuple[int, ...], group: str, dtype: str = "BF16") -> None:
-        dtypes = (dtype,) if self._config.is_quantized or dtype == "I64" else _PLAIN
+        is_exact = self._config.is_quantized or dtype not in _PLAIN
+        dtypes = (dtype,) if is_exact else tuple(sorted(_PLAIN, key=lambda other: other != dtype))
         self._add(name, dtypes, shape, group)
 
     def fp8(self, name: str, rows: int, columns: int, group: str) -> None:
