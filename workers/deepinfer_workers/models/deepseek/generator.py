@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from math import sqrt
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -114,7 +115,7 @@ def _values(name: str, shape: tuple[int, ...], config: DeepseekConfig, seed: int
     for ending, scale in _SCALES:
         if name.endswith(ending):
             return noise * scale
-    return noise * ((HEAD_SCALE if name == "head.weight" else 1.0) * shape[-1] ** -0.5)
+    return noise * ((HEAD_SCALE if name == "head.weight" else 1.0) / sqrt(shape[-1]))
 
 
 _NEAR_ONE: Final = (
