@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from deepinfer_kernels import dequantize_fp4, dequantize_fp8_blocks, dequantize_fp8_rows
@@ -141,6 +142,24 @@ def test_a_sparse_table_reads_as_zeros_and_takes_no_room(tmp_path: Path) -> None
     assert opened.stored("layers.1.attn.wkv.weight").view(torch.uint8).any()
     files = [path.stat() for path in tmp_path.glob("*.safetensors")]
     assert sum(file.st_blocks * 512 for file in files) < sum(file.st_size for file in files) - rows * 32
+
+
+@pytest.mark.parametrize("family", [tiny_v41, tiny_v4])
+def test_what_is_not_quantised_may_be_of_either_width(tmp_path: Path, family: Callable[..., Json]) -> None:
+    write_checkpoint(family(is_quantized=False), tmp_path / "written")
+    opened = SafetensorsFolder(tmp_path / "written")
+    shutil.copytree(tmp_path / "written", tmp_path / "wide", ignore=shutil.ignore_patterns("model*"))
+    wide = {name: opened.stored(name) for name in opened.tensors}
+    wide = {name: value.float() if value.is_floating_point() else value for name, value in wide.items()}
+    save_file(wide, tmp_path / "wide/model.safetensors")
+    widths = [
+        sum(info.num_bytes for info in folder.tensors.values()) for folder in (opened, open_checked(tmp_path / "wide"))
+    ]
+    assert widths[0] < widths[1]
+    name = "layers.1.attn.wkv.weight"
+    save_file(wide | {name: wide[name].half()}, tmp_path / "wide/model.safetensors")
+    with pytest.raises(WorkerFault, match=rf"tensor {name}: BF16 or F32 of shape \(64, 128\) .* F16 of shape"):
+        open_checked(tmp_path / "wide")
 
 
 # What a rank takes
@@ -367,6 +386,12 @@ def missing_scale(damage: Damage) -> list[str]:
     return [f"tensor {SCALE}: F8_E8M0 of shape (2, 4) was expected and is missing"]
 
 
+def missing_index(damage: Damage) -> list[str]:
+    (damage.folder / INDEX).unlink()
+    num_files = len(set(damage.shard_of.values()))
+    return [f"model: model.safetensors or {INDEX} was expected, {num_files} other .safetensors files came"]
+
+
 def missing_shard(damage: Damage) -> list[str]:
     damage.path(NORM).unlink()
     return [f"{damage.shard_of[NORM]}: no readable safetensors file: No such file", first_of(damage, NORM)]
@@ -499,8 +524,8 @@ def config_without_quantisation(damage: Damage) -> list[str]:
     "spoil",
     [
         rename, truncate, truncate_in_the_middle, lengthen, add, add_beside_the_index, wrong_scale_shape, wrong_shape,
-        wrong_dtype, unpacked_expert, unknown_dtype, missing_scale, missing_shard, index_names_what_is_not_there,
-        index_names_another_file, index_names_a_file_elsewhere, index_is_wrong_about_the_size, in_two_files,
+        wrong_dtype, unpacked_expert, unknown_dtype, missing_scale, missing_index, missing_shard,
+        index_names_what_is_not_there, index_names_another_file, index_names_a_file_elsewhere, index_is_wrong_about_the_size, in_two_files,
         twice_in_a_header, overlap, gap, offsets_contradict_the_shape, negative_shape, entry_without_offsets,
         header_of_garbage, oversize_header, empty_file, config_of_more_experts, config_of_another_width,
         config_of_fewer_layers, config_of_another_source, config_without_quantisation,
