@@ -525,7 +525,8 @@ def config_without_quantisation(damage: Damage) -> list[str]:
     [
         rename, truncate, truncate_in_the_middle, lengthen, add, add_beside_the_index, wrong_scale_shape, wrong_shape,
         wrong_dtype, unpacked_expert, unknown_dtype, missing_scale, missing_index, missing_shard,
-        index_names_what_is_not_there, index_names_another_file, index_names_a_file_elsewhere, index_is_wrong_about_the_size, in_two_files,
+        index_names_what_is_not_there, index_names_another_file, index_names_a_file_elsewhere,
+        index_is_wrong_about_the_size, in_two_files,
         twice_in_a_header, overlap, gap, offsets_contradict_the_shape, negative_shape, entry_without_offsets,
         header_of_garbage, oversize_header, empty_file, config_of_more_experts, config_of_another_width,
         config_of_fewer_layers, config_of_another_source, config_without_quantisation,
