@@ -176,8 +176,14 @@ def test_a_v4_config_that_does_not_fit_is_refused(changes: Json, words: str) -> 
         read(tiny_v4(**changes))
 
 
-def test_an_image_encoder_must_fit_its_heads() -> None:
+def test_an_image_encoder_is_checked_too() -> None:
     config = with_vision(tiny_v41())
-    config["vision_config"]["num_attention_heads"] = 3
+    vision = config["vision_config"]
+    config["vision_config"] = vision | {"num_attention_heads": 3}
     with pytest.raises(WorkerFault, match=r"vision_config: hidden_size: .* 3 heads .* 64 came"):
         read(config)
+    config["vision_config"] = vision | {"num_register_tokens": 4}
+    with pytest.raises(WorkerFault, match=r"vision_config: num_register_tokens = 4 is not understood"):
+        read(config)
+    config["vision_config"] = vision | {"num_hidden_layers": 0}
+    assert read(config).vision is None
