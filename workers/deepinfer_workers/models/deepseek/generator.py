@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal
+
+import torch
 
 from deepinfer_workers.checkpoint import bad_file
 from deepinfer_workers.models.deepseek.config import DeepseekConfig
@@ -30,8 +33,8 @@ def write_checkpoint(
 ) -> DeepseekConfig:
     """config.json, files of about `shard_bytes` and their index: every tensor that the config asks for.
 
-    `sparse` tables are holes: they read as zeros. Plain tensors are BF16. Raises `WorkerFault` for a config that
-    cannot be read.
+    `sparse` tables are holes: they read as zeros. What has no scales is BF16, or F32 where the release has that.
+    Raises `WorkerFault` for a config that cannot be read.
     """
     config = DeepseekConfig.read(config_json, "config.json")
     folder.mkdir(parents=True, exist_ok=True)
@@ -40,11 +43,12 @@ def write_checkpoint(
     slots = [Slot(name, spec.dtypes[0], spec.shape) for name, spec in specs.items()]
     writer = SafetensorsWriter(folder, slots, shard_bytes=shard_bytes)
     tensors = RandomTensors(config, specs, seed)
-    for name, spec in specs.items():
-        if name.endswith(".scale") or (spec.is_table and engram_tables == "sparse"):
-            continue
-        for part, tensor in tensors.parts(name):
-            writer.write(part, tensor)
+    with _one_thread():
+        for name, spec in specs.items():
+            if name.endswith(".scale") or (spec.is_table and engram_tables == "sparse"):
+                continue
+            for part, tensor in tensors.parts(name):
+                writer.write(part, tensor)
     return config
 
 
@@ -68,3 +72,14 @@ def write_model(config_json: Mapping[str, Any], folder: Path, **options: Any) ->
     else:
         fitting[_COMPRESSED] = num_tokens
     return write_checkpoint(fitting, folder, **options)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The pieces are small: on a busy machine a team of threads spends most of its time waiting for itself."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)

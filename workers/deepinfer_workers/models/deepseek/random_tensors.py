@@ -19,9 +19,9 @@ from deepinfer_workers.models.deepseek.config import DeepseekConfig
 from deepinfer_workers.models.deepseek.tensors import SCALE_GROUP, TensorSpec
 from deepinfer_workers.safetensors_file import DTYPES
 
-MOST_DRAWN: Final = 1 << 20
-"""Numbers of a matrix that are drawn. A larger one repeats its first rows, each time with its columns moved on, so that
-rows differ: a layer of the release would take minutes otherwise."""
+DRAWN: Final = 1 << 18
+"""Numbers of a matrix that are drawn, at least. A larger one repeats its first rows, each time with its columns moved
+on, so that no row comes twice: a layer of the release would take minutes otherwise."""
 HEAD_SCALE: Final = 2.0
 """Logits are this far apart: near ties are rare."""
 _NEAR_ONE: Final = ("norm.weight", "norm1.weight", "norm2.weight", "engram.q_weight", "engram.k_weight")
@@ -59,12 +59,12 @@ class RandomTensors:
         rows, columns = spec.shape
         block = self._config.scale_block
         if spec.dtypes[0] == "I8":
-            codes, scales = quantize_fp4(self._values(name, (_num_drawn(rows, 2 * columns), 2 * columns)))
+            codes, scales = quantize_fp4(self._values(name, (_num_drawn(rows, 2 * columns, SCALE_GROUP), 2 * columns)))
             return _repeated(codes, rows, SCALE_GROUP // 2), _repeated(scales, rows, 1)
         if spec.is_table:
-            codes, scales = quantize_fp8_rows(self._values(name, (_num_drawn(rows, columns), columns)))
+            codes, scales = quantize_fp8_rows(self._values(name, (_num_drawn(rows, columns, SCALE_GROUP), columns)))
             return _repeated(codes, rows, SCALE_GROUP), _repeated(scales, rows, 1)
-        num_drawn = rows if columns % block else _num_drawn(rows, columns, block)
+        num_drawn = rows if columns % block else _num_drawn(rows, columns, block, block)
         codes, scales = quantize_fp8_blocks(self._values(name, (num_drawn, columns)), block)
         return _repeated(codes, rows, block), _repeated(scales, -(-rows // block), 1)
 
@@ -89,9 +89,10 @@ class RandomTensors:
         return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
-def _num_drawn(rows: int, columns: int, multiple: int = 1) -> int:
-    """Rows of a matrix that are drawn: all, or a `multiple` of about `MOST_DRAWN` numbers."""
-    return min(rows, max(MOST_DRAWN // columns // multiple, 1) * multiple)
+def _num_drawn(rows: int, columns: int, group: int = 1, multiple: int = 1) -> int:
+    """Rows of a matrix that are drawn, a `multiple` or all: so many that turns of a `group` of columns all differ."""
+    least = max(-(-rows * group // columns), DRAWN // columns, 1)
+    return min(rows, -(-least // multiple) * multiple)
 
 
 def _repeated(drawn: Tensor, rows: int, step: int) -> Tensor:
