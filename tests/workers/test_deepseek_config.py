@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from deepinfer_workers.config_file import config_architecture
 from deepinfer_workers.models.deepseek.config import DeepseekConfig
 from deepinfer_workers.models.deepseek.tensors import GROUPS, expected_tensors
 from deepinfer_workers.runner import WorkerFault
@@ -187,3 +188,8 @@ def test_an_image_encoder_is_checked_too() -> None:
         read(config)
     config["vision_config"] = vision | {"num_hidden_layers": 0}
     assert read(config).vision is None
+
+
+def test_every_way_of_writing_names_the_architecture() -> None:
+    assert config_architecture(v41_flash()) == config_architecture(v41_flash_flat()) == "hf:DeepseekV41ForCausalLM"
+    assert config_architecture(v4_flash_0731()) == "hf:DeepseekV4ForCausalLM"
