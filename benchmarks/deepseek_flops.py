@@ -7,6 +7,7 @@ mixes) is left out. Knows nothing of how rows come to be computed or not, and me
 from __future__ import annotations
 
 from collections import Counter
+from functools import lru_cache
 from math import prod
 from typing import Final, NamedTuple
 
@@ -29,7 +30,7 @@ class Flops(NamedTuple):
     """With weights."""
     attention: float
     """Queries with keys and their weights with values."""
-    index: float
+    scores: float
     """Index queries with index keys."""
 
     @property
@@ -51,8 +52,9 @@ class LayerMatrices(NamedTuple):
     """Every compressed row of a source layer."""
 
 
+@lru_cache(maxsize=8)
 def layer_matrices(config: DeepseekConfig) -> list[LayerMatrices]:
-    """Of each layer, with as many routed experts as a token is sent to."""
+    """Of each layer, with as many routed experts as a token is sent to. A pure memo."""
     sizes: Counter[tuple[int, str]] = Counter()
     for name, spec in expected_tensors(config).items():
         part = _part(name, spec)
@@ -70,7 +72,7 @@ def prompt_flops(config: DeepseekConfig, rows: RowCounts, num_tokens: int) -> Fl
     source scores every row that a position sees; above the candidate source, candidates alone.
     """
     products = 2.0 * rows.head * config.hidden_size * config.vocab_size
-    attention = index = 0.0
+    attention = scores = 0.0
     for layer, weights in enumerate(layer_matrices(config)):
         num_rows, ratio = int(rows.through_layer[layer]), config.ratios[layer]
         products += 2.0 * (num_rows * weights.position + int(rows.into_rows[layer]) * weights.compressor)
@@ -80,8 +82,8 @@ def prompt_flops(config: DeepseekConfig, rows: RowCounts, num_tokens: int) -> Fl
         attention += 4.0 * config.num_heads * config.head_dim * _num_keys(config, ratio, positions)
         if layer in config.index_sources:
             scored = _num_scored(config, layer, (positions + 1) // ratio)
-            index += 2.0 * config.index_heads * config.index_dim * scored
-    return Flops(products, attention, index)
+            scores += 2.0 * config.index_heads * config.index_dim * scored
+    return Flops(products, attention, scores)
 
 
 def _num_keys(config: DeepseekConfig, ratio: int, positions: Ints) -> int:

@@ -11,23 +11,29 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks.deepseek_configs import v41_flash, v41_small
+from benchmarks.deepseek_flops import prompt_flops
+from benchmarks.prefill_truncation import MODES, Prompts, rows_of_length
 from deepinfer import ConfigError, Engine
 from deepinfer_kernels import select_ops
 from deepinfer_protocol import SlotSampling
+from deepinfer_workers.models.deepseek.config import DeepseekConfig
 from deepinfer_workers.models.deepseek.generator import write_model
 from deepinfer_workers.models.deepseek.loading import load_deepseek
-from deepinfer_workers.models.deepseek.model import Deepseek
+from deepinfer_workers.models.deepseek.model import Deepseek, RowCounts
 from deepinfer_workers.runner import WorkerFault
 from deepinfer_workers.safetensors_folder import SafetensorsFolder
 from doubles.deepseek_products import ProductRows
 from doubles.deepseek_sequences import EXACT, Sequences, random_tokens
 from doubles.driver import Driver, Row
+from doubles.released_deepseek import v41_flash as released_v41_flash
 from doubles.tiny_deepseek import tiny_v4, tiny_v41
 
 VOCAB: Final = 512
@@ -341,6 +347,57 @@ def test_what_prefixes_share_is_as_without_truncation(compact: Sequences, off: S
     assert found.keys() == expected.keys() and len(found) == 4
     for name, rows in found.items():
         assert rows.any(-1).all() and torch.equal(rows, expected[name]), name
+
+
+# ---- what it saves
+
+
+def test_products_of_a_prompt_are_what_the_rows_make_of_the_shapes(folder: Path) -> None:
+    """The benchmark counts what torch multiplies, and its formula says the same to the last FLOP."""
+    config = DeepseekConfig.read(SafetensorsFolder(folder).metadata, "config.json")
+    counted = {}
+    for mode in MODES:
+        prompts = Prompts(folder, mode, max_len=256, chunk=256, keep_tokens=KEEP)
+        counted[mode] = {length: prompts.count(prompt_of(length)) for length in (60, 150)}
+        for length, found in counted[mode].items():
+            formula = prompt_flops(config, found.rows, length)
+            assert found.products == formula.products
+            assert found.pairs > formula.attention + formula.scores  # keys come in whole tiles
+    off, compact = (counted[mode][150] for mode in MODES)
+    assert compact.products / off.products == pytest.approx((1 + KEEP / 150) / 2, abs=0.04)
+    longer = rows_of_length(700, *((length, found.rows) for length, found in counted["compact"].items()))
+    assert longer.through_layer.tolist() == [700] * DECODER + [KEEP] * (NUM_LAYERS - DECODER)
+    assert longer.head == 1
+
+
+def test_rows_that_follow_no_rule_are_not_carried_on() -> None:
+    few, many = (RowCounts(np.array([count]), np.array([0]), 1) for count in (10, 15))
+    with pytest.raises(ValueError, match="follow no rule"):
+        rows_of_length(100, (10, few), (20, many))
+
+
+@pytest.mark.parametrize(("num_tokens", "share"), [(1_000, 0.579), (16_000, 0.515), (128_000, 0.511)])
+def test_of_flash_about_half_is_left(num_tokens: int, share: float) -> None:
+    """15.8 GFLOP a token in the encoder, 30.9 in all layers; 140 positions and the head once go through all."""
+    config = DeepseekConfig.read(v41_flash(), "config.json")
+    into_rows = np.where(np.isin(np.arange(40), config.kv_sources), num_tokens, 0)
+
+    def products(num_kept: int, head: int) -> float:
+        through_layer = np.where(np.arange(40) < config.decoder_start, num_tokens, num_kept)
+        return prompt_flops(config, RowCounts(through_layer, into_rows, head), num_tokens).products / num_tokens / 1e9
+
+    assert products(0, 0) == pytest.approx(2 * (7.893 + 0.0027), abs=0.002)
+    assert products(num_tokens, 0) == pytest.approx(2 * (7.893 + 7.576), abs=0.003)
+    assert products(140, 1) / products(num_tokens, 1) == pytest.approx(share, abs=0.001)
+
+
+def test_the_benchmark_names_the_released_shapes() -> None:
+    published, ours = released_v41_flash()["text_config"], v41_flash()["text_config"]
+    assert ours == {name: published[name] for name in ours}
+    small = DeepseekConfig.read(v41_small(), "config.json")
+    flash = DeepseekConfig.read(v41_flash(), "config.json")
+    for field in ("ratios", "kv_sources", "index_sources", "window", "experts_per_token", "decoder_start"):
+        assert getattr(small, field) == getattr(flash, field)
 
 
 # ---- what is refused
