@@ -18,8 +18,8 @@ from deepinfer.request import Request
 from doubles.deepseek_sequences import random_tokens
 
 VOCAB = 512
-GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=1, ignore_eos=True)
-SEEDED = SamplingParams(temperature=0.8, top_p=0.95, seq_seed=7, max_tokens=12, logprobs=1, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=10, logprobs=1, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.8, top_p=0.95, seq_seed=7, max_tokens=10, logprobs=1, ignore_eos=True)
 
 Said = tuple[list[Any], Any]
 """Samples, and log probabilities of the prompt: to the bit, or they are not the same."""
@@ -70,13 +70,22 @@ async def one_after_another(engine: Engine, requests: Sequence[Asked]) -> list[C
 
 
 async def together(engine: Engine, requests: Sequence[Asked], watch: Watch, *, late: int = 0) -> list[Completion]:
-    """The early ones first; the others, of priority `late`, as soon as the first of all has begun to speak."""
+    """The early ones first; the others, of priority `late`, as soon as the first of all has begun to speak.
+
+    Before those comes one like the last of them, which is given up when one of them speaks.
+    """
     works: dict[int, asyncio.Task[Completion]] = {}
-    for is_early in (True, False):
+
+    def send(is_early: bool, priority: int) -> None:
         for index, asked in enumerate(requests):
             if asked.is_early == is_early:
-                works[index] = asyncio.create_task(say(engine, index, asked, priority=0 if is_early else late))
-        await watch.started("0").wait()
+                works[index] = asyncio.create_task(say(engine, index, asked, priority=priority))
+
+    send(True, 0)
+    await watch.started("0").wait()
+    async with engine.stream(requests[-1].prompt, requests[-1].params, priority=late):
+        send(False, late)
+        await watch.started(str(len(requests) - 2)).wait()
     return [await works[index] for index in range(len(requests))]
 
 

@@ -6,12 +6,14 @@ import asyncio
 import itertools
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import pytest
 from msgspec.structs import replace
 
+from benchmarks.bounded_agreement import measure, workload
 from deepinfer import Completion, Engine, WorkerLost
 from deepinfer_workers.models.deepseek.generator import write_model
 from doubles.deepseek_requests import (
@@ -41,8 +43,8 @@ WHOLE: Final = 512
 SHARED: Final = own(208, seed=1)
 FIRST: Final = SHARED + own(38, seed=2)
 REQUESTS: Final = [
-    Asked(FIRST, replace(GREEDY, max_tokens=40), is_early=True),
-    Asked(own(24, seed=3), replace(SEEDED, max_tokens=40), is_early=True),
+    Asked(FIRST, replace(GREEDY, max_tokens=30), is_early=True),
+    Asked(own(24, seed=3), replace(SEEDED, max_tokens=30), is_early=True),
     Asked(SHARED + own(9, seed=4), replace(SEEDED, n=2)),
     Asked(FIRST + own(64, seed=5), GREEDY),  # the next turn of a conversation
     Asked(own(97, seed=6), replace(SEEDED, prompt_logprobs=1)),
@@ -119,15 +121,15 @@ def plain(v41: str) -> list[Said]:
     return asyncio.run(say_plainly(v41, REQUESTS))
 
 
-async def say_plainly(folder: str, requests: list[Asked]) -> list[Said]:
-    async with Engine(folder, **PLAIN) as engine:
+async def say_plainly(folder: str, requests: list[Asked], **settings: Any) -> list[Said]:
+    async with Engine(folder, **PLAIN | settings) as engine:
         return [await said_alone(engine, asked) for asked in requests]
 
 
-async def run(folder: str, case: Case) -> list[Completion]:
+async def run(folder: str, case: Case, **settings: Any) -> list[Completion]:
     watch = Watch()
     requests = REQUESTS[:NUM_FEW] if case.is_alone or case.chunk == 1 else REQUESTS
-    async with Engine(folder, observers=[watch], **case.settings) as engine:
+    async with Engine(folder, observers=[watch], **case.settings | settings) as engine:
         if not case.is_alone:
             found = await together(engine, requests, watch, late=-1)
         elif case.is_preempted:
@@ -158,6 +160,16 @@ def test_no_sample_depends_on_any_schedule(v41: str, plain: list[Said], case: Ca
     check(asyncio.run(run(v41, case)), plain)
 
 
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_nor_does_one_whose_prompt_is_truncated_as_long_as_hits_are_exact(v41: str) -> None:
+    """What prefixes share comes from the encoder, which truncation leaves alone."""
+    truncated = {"prefill_truncation": "compact", "prefill_keep_tokens": 24}
+    plain = asyncio.run(say_plainly(v41, REQUESTS, **truncated))
+    for case in (SOME[0], Case(True, 7, True, False, False, 1), Case(True, 64, True, False, True, 2)):
+        check(asyncio.run(run(v41, case, **truncated)), plain)
+
+
 # ---- a bounded hit, and what descends from it
 
 
@@ -185,6 +197,21 @@ def test_what_a_bounded_hit_has_computed_is_never_adopted_by_an_exact_one(
             engine.check_integrity()
 
     asyncio.run(main())
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_bounded_settings_often_say_what_exact_ones_say(v41: str, record_property: Callable[[str, Any], None]) -> None:
+    """How often is reported. Without any agreement, one in 512 first tokens would be the same."""
+    work = workload(num_prompts=50, prefix_tokens=len(SHARED), max_tokens=4, vocab_size=VOCAB)
+    figures = asyncio.run(measure(v41, work, keep_tokens=24, num_threads=1))
+    for name, shares in figures.items():
+        print(name, shares)
+        record_property(name, shares)
+        assert shares["prompts_with_hits"] == (0 if name == "truncation" else 50)
+        assert shares["first_token"] > 0.2
+    assert figures["exact"]["answers"] == 1.0
+    assert figures["both"]["spared"] == 50 * (len(SHARED) - WINDOW) > figures["exact"]["spared"] > 0
 
 
 # ---- another engine
@@ -226,9 +253,9 @@ def test_v4_has_blocks_of_its_own_size_and_says_the_same_on_any_schedule(tmp_pat
     async def main() -> None:
         plain = await say_plainly(str(tmp_path), V4_REQUESTS)
         watch = Watch()
-        schedule = EXACT | {"prefill_chunk": 50, "num_blocks": 7}
-        async with Engine(str(tmp_path), observers=[watch], **schedule) as engine:
-            found = await together(engine, V4_REQUESTS, watch)
+        few_slots = EXACT | {"prefill_chunk": 50, "max_num_seqs": 2}
+        async with Engine(str(tmp_path), observers=[watch], **few_slots) as engine:
+            found = await together(engine, V4_REQUESTS, watch, late=-1)
             check(found, plain)
             assert [completion.num_cached_tokens for completion in found] == [0, 256 - replay, 0, 128 - replay]
             assert watch.num_replays > 1 and engine.stats().scheduler.num_preempted > 0
