@@ -66,8 +66,9 @@ def _memory(found: Inspection) -> Table:
 def _beside(found: Inspection) -> Iterator[str]:
     """What else takes memory, a line each."""
     shared = found.shared
-    drafts = f" (with drafts {shared.slot_bytes + shared.draft_slot_bytes:,})" if shared.draft_slot_bytes else ""
-    yield f"and for every token {shared.token_bytes:,.0f} bytes, for every running request {shared.slot_bytes:,}{drafts}"
+    with_drafts = shared.slot_bytes + shared.draft_slot_bytes
+    drafts = f" (with drafts {with_drafts:,})" if shared.draft_slot_bytes else ""
+    yield f"and for every token {shared.token_bytes:,.0f} bytes, for every request {shared.slot_bytes:,}{drafts}"
     if shared.table_bytes:
         yield f"n-gram tables, {shared.table_bytes:,} bytes, stay in mapped files, once a host"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deepinfer.errors import ConfigError, ModelFileError
+from deepinfer.errors import ModelFileError
 from deepinfer.inspection import inspect_model
 from doubles.command import environment, run_command
 from doubles.released_deepseek import v41_flash
@@ -28,7 +28,7 @@ def test_what_was_generated_is_told_to_the_byte_and_damage_by_tensor(tmp_path: P
     (tmp_path / "config.json").write_text(json.dumps(tiny_v41(vocab_size=512)))
     folder = tmp_path / "model"
     command = [sys.executable, "-m", "deepinfer_workers.random_checkpoint", str(tmp_path / "config.json"), str(folder)]
-    subprocess.run(command, env=environment(OMP_NUM_THREADS="1"), check=True, timeout=60)  # tensors are small
+    subprocess.run(command, env=environment(), check=True, timeout=60)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     done = run_command("inspect", str(folder), "--ep", "2", "--json")
     told = json.loads(done.stdout)
@@ -41,14 +41,12 @@ def test_what_was_generated_is_told_to_the_byte_and_damage_by_tensor(tmp_path: P
     done = run_command("inspect", str(folder))
     assert done.returncode == 1 and "files do not match the config" in done.stdout
     assert f"deepinfer inspect: {shard.name}: tensor " in done.stderr and "it is truncated" in done.stderr
-    with pytest.raises(ModelFileError, match="truncated"):
-        inspect_model(folder).check()
 
 
 def test_what_cannot_be_told_is_said_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tiny_v41(hidden_size=130)))
-    done = run_command("inspect", str(tmp_path))
-    words = "config.json: text_config: hidden_size: a multiple of 32 was expected, 130 came"
-    assert (done.returncode, done.stderr.strip()) == (1, f"deepinfer inspect: {words}")
-    with pytest.raises(ConfigError, match="ep: 1 to 4096 ranks were expected, 0 came"):
-        inspect_model(tmp_path, num_ep=0)
+    with pytest.raises(ModelFileError, match="text_config: hidden_size: a multiple of 32 was expected, 130 came"):
+        inspect_model(tmp_path)
+    done = run_command("inspect", str(tmp_path), "--ep", "0")
+    words = "deepinfer inspect: ep: 1 to 4096 ranks were expected, 0 came"
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (2, "", words)

@@ -16,6 +16,7 @@ from deepinfer_kernels.linear import (
     Backend,
     Tiling,
     linear,
+    num_parts,
     pack_linear,
     pack_with,
     proven_tiling,
@@ -102,6 +103,18 @@ def test_a_product_whose_rows_depend_on_their_place_is_not_used(dtype: torch.dty
     assert torch.equal(linear(x, packed), exact)
     free = pack_with(Backend(Tensor.contiguous, multiply, dtype=dtype), weight, batch_invariant=False)
     assert not torch.equal(linear(x, free), exact)
+
+
+def test_a_large_weight_is_multiplied_in_equal_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepinfer_kernels.linear.MOST_WEIGHTS", 1000)
+    assert [num_parts(num_out, 48) for num_out in (20, 21, 84, 160, 1)] == [1, 1, 4, 8, 1]
+    weight, x = rand(84, 48).bfloat16(), rand(301, 48, seed=1)
+    packed = pack_linear(weight, batch_invariant=True)
+    parts = [pack_linear(part, batch_invariant=True) for part in weight.split(21)]
+    assert torch.equal(linear(x, packed), torch.cat([linear(x, part) for part in parts], 1))
+    assert (linear(x, packed) - x.double() @ weight.double().T).abs().max() < TOLERANCE["linear"]
+    for count in (1, 16, 17, 100):
+        assert torch.equal(linear(x[200 - count : 200], packed), linear(x, packed)[200 - count : 200]), count
 
 
 def test_weights_that_fp16_cannot_hold_stay_in_float32() -> None:

@@ -1,35 +1,26 @@
-"""Writes random checkpoints in the released format, for any config. What such a model says means nothing.
-
-Every value depends on the seed, the tensor's name and its shape alone, and has a size that keeps a forward pass in
-range: matrices keep the length of their input, norms are near 1, hyper-connections mix gently.
-"""
+"""Writes random checkpoints in the released format, for any config. What such a model says means nothing."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from math import sqrt
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
-from torch import Tensor
 
-from deepinfer_kernels import quantize_fp4, quantize_fp8_blocks, quantize_fp8_rows
 from deepinfer_workers.checkpoint import bad_file
 from deepinfer_workers.models.deepseek.config import DeepseekConfig
 from deepinfer_workers.models.deepseek.engram_hash import compressed_vocabulary
+from deepinfer_workers.models.deepseek.random_tensors import RandomTensors
 from deepinfer_workers.models.deepseek.random_tokenizer import write_tokenizer
-from deepinfer_workers.models.deepseek.tensors import TensorSpec, expected_tensors
-from deepinfer_workers.safetensors_file import DTYPES
+from deepinfer_workers.models.deepseek.tensors import expected_tensors
 from deepinfer_workers.safetensors_writer import SafetensorsWriter, Slot
 
 EngramTables = Literal["dense", "sparse"]
 SHARD_BYTES: Final = 4 << 30
 _COMPRESSED: Final = "engram_compressed_vocab_size"
-HEAD_SCALE: Final = 2.0
-"""Logits are this far apart: near ties are rare."""
 
 
 def write_checkpoint(
@@ -42,8 +33,8 @@ def write_checkpoint(
 ) -> DeepseekConfig:
     """config.json, files of about `shard_bytes` and their index: every tensor that the config asks for.
 
-    `sparse` tables are holes: they read as zeros. Plain tensors are BF16. Raises `WorkerFault` for a config that
-    cannot be read.
+    `sparse` tables are holes: they read as zeros. What has no scales is BF16, or F32 where the release has that.
+    Raises `WorkerFault` for a config that cannot be read.
     """
     config = DeepseekConfig.read(config_json, "config.json")
     folder.mkdir(parents=True, exist_ok=True)
@@ -51,11 +42,13 @@ def write_checkpoint(
     specs = expected_tensors(config)
     slots = [Slot(name, spec.dtypes[0], spec.shape) for name, spec in specs.items()]
     writer = SafetensorsWriter(folder, slots, shard_bytes=shard_bytes)
-    for name, spec in specs.items():
-        if name.endswith(".scale") or (spec.is_table and engram_tables == "sparse"):
-            continue
-        for part, tensor in _parts(name, spec, specs, config, seed):
-            writer.write(part, tensor)
+    tensors = RandomTensors(config, specs, seed)
+    with _one_thread():
+        for name, spec in specs.items():
+            if name.endswith(".scale") or (spec.is_table and engram_tables == "sparse"):
+                continue
+            for part, tensor in tensors.parts(name):
+                writer.write(part, tensor)
     return config
 
 
@@ -81,48 +74,12 @@ def write_model(config_json: Mapping[str, Any], folder: Path, **options: Any) ->
     return write_checkpoint(fitting, folder, **options)
 
 
-def _parts(
-    name: str, spec: TensorSpec, specs: Mapping[str, TensorSpec], config: DeepseekConfig, seed: int
-) -> Iterator[tuple[str, Tensor]]:
-    """The tensor, and its scales where it has any."""
-    scale = f"{name.removesuffix('.weight')}.scale"
-    if scale not in specs:
-        dtype = DTYPES[spec.dtypes[0]]
-        yield name, _values(name, spec.shape, config, seed).to(dtype)
-        return
-    rows, columns = spec.shape
-    if spec.dtypes[0] == "I8":
-        codes, scales = quantize_fp4(_values(name, (rows, 2 * columns), config, seed))
-    elif spec.is_table:
-        codes, scales = quantize_fp8_rows(_values(name, spec.shape, config, seed))
-    else:
-        codes, scales = quantize_fp8_blocks(_values(name, spec.shape, config, seed), config.scale_block)
-    yield name, codes
-    yield scale, scales
-
-
-def _values(name: str, shape: tuple[int, ...], config: DeepseekConfig, seed: int) -> Tensor:
-    """float32 (int64 for a table of expert ids)."""
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-    if name.endswith("tid2eid"):
-        scores = torch.rand((shape[0], config.num_experts), generator=generator)
-        ids: Tensor = scores.topk(shape[1], sorted=False).indices  # no expert twice
-        return ids
-    noise = torch.randn(shape, generator=generator)
-    if name.endswith(_NEAR_ONE):
-        return 1 + 0.1 * noise
-    for ending, scale in _SCALES:
-        if name.endswith(ending):
-            return noise * scale
-    return noise * ((HEAD_SCALE if name == "head.weight" else 1.0) / sqrt(shape[-1]))
-
-
-_NEAR_ONE: Final = (
-    "norm.weight", "norm1.weight", "norm2.weight", "engram.q_weight", "engram.k_weight",
-)  # fmt: skip
-_SCALES: Final = (
-    ("embed.weight", 1.0),  # also the n-gram tables and the Markov table
-    ("_base", 0.5), ("_scale", 0.5), ("attn_sink", 1.0), (".bias", 0.1), (".bias_vl", 0.1), (".ape", 0.1),
-    ("image_start", 1.0), ("image_end", 1.0), ("image_newline", 1.0),
-)  # fmt: skip
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The pieces are small: on a busy machine a team of threads spends most of its time waiting for itself."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
