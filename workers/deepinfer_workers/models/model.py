@@ -39,7 +39,7 @@ class ModelOptions(NamedTuple):
 
     max_len: int = 0
     """Positions; 0: the model's own limit."""
-    block_size: int = 0
+    block_size: int = 16
     """0: as the model needs it."""
     keep_tokens: int | None = None
     """Positions at the end of a prompt that a decoder half computes; `None`: all."""
