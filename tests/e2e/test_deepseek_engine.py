@@ -177,18 +177,22 @@ def test_what_a_bounded_hit_has_computed_is_never_adopted_by_an_exact_one(
     v41: str, plain: list[Said], nothing_left: None
 ) -> None:
     """The setting is an engine's. So that both kinds look into one cache, the rank's is changed between requests."""
-    long, expected = REQUESTS[-1], plain[-1]
+    short, long, expected = Asked(SHARED + own(9, seed=10), SEEDED), REQUESTS[-1], plain[-1]
     bounded = EXACT | {"prefix_hits": "bounded", "prefill_truncation": "compact", "prefill_keep_tokens": WHOLE}
 
     async def main() -> None:
         async with Engine(v41, **bounded) as engine:
             check([await say(engine, 0, REQUESTS[0])], plain)
+            once = await say(engine, 0, short)
             hit = await say(engine, 1, long)
             assert hit.num_cached_tokens == len(SHARED) - WINDOW
             assert hit.samples != expected[0], "an approximation"
             [rank] = engine._core.scheduler.ranks
             seen = (len(long.prompt) - 1) // 16 * 16  # whole blocks without the last token
             assert (await say(engine, 2, long)).num_cached_tokens == seen - WINDOW
+            again = await say(engine, 0, short)
+            assert again.num_cached_tokens == len(SHARED) - WINDOW
+            assert again.samples == once.samples, "it depends on what the slot held before"
 
             rank.shape = replace(rank.shape, replay_tokens=REPLAY, is_replay_bounded=False)
             for num_hit in (len(SHARED), seen):  # the second time it finds what the first time computed
