@@ -53,7 +53,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         int, Meta(ge=1, le=65_536, description="Positions that a step computes on a worker.")
     ] = 512
     prefill_chunk: Annotated[int, Meta(ge=1, le=65_536, description="Positions of one prompt in a step.")] = 256
-    block_size: Annotated[int, Meta(ge=1, le=4096, description="Tokens of a KV block.")] = 16
+    block_size: Annotated[
+        int, Meta(ge=0, le=4096, description="Tokens of a KV block; 0: 16, or more where the model's rows need it.")
+    ] = 0
     num_blocks: Annotated[int, Meta(ge=0, le=1 << 24, description="KV blocks of a worker; 0: from the bytes.")] = 0
     kv_cache_bytes: Annotated[
         int,

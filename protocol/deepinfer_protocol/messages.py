@@ -315,7 +315,8 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """A folder or a file; empty for the fake runner."""
     accelerator: str
     num_slots: Annotated[int, Meta(ge=1, lt=MAX_SLOTS)]
-    block_size: Annotated[int, Meta(ge=1, le=4096)]
+    block_size: Annotated[int, Meta(ge=0, le=4096)]
+    """Tokens a block; 0 leaves it to the worker."""
     kv_cache_bytes: Int64
     """Memory for KV blocks; 0 leaves it to the worker."""
     num_blocks: Annotated[int, Meta(ge=0, lt=MAX_BLOCKS)]

@@ -64,6 +64,18 @@ async def test_every_schedule_gives_the_same_tokens(folder: str, accelerator: st
             assert any(completion.num_preemptions for completion in found)
 
 
+async def test_without_a_state_of_slots_a_hit_is_exact_whatever_the_settings_say(folder: str) -> None:
+    """By default hits are bounded and long prompts truncated, which is nothing to a model with one paged cache."""
+    prompt = PROMPTS[-1]
+    cold = SamplingParams(max_tokens=20, temperature=0, logprobs=2, detokenize=False, skip_reading_prefix_cache=True)
+    async with Engine(folder, load_format="dummy") as engine:
+        first = await engine.generate(prompt, cold)
+        again = await engine.generate(prompt, params(0))
+        assert (first.num_cached_tokens, again.num_cached_tokens) == (0, (len(prompt) - 1) // 16 * 16)
+        assert again.samples == first.samples
+        assert not any(rank.shape.is_replay_bounded for rank in engine._core.scheduler.ranks)
+
+
 @pytest.mark.gpu
 async def test_bfloat16_is_the_same_with_and_without_graphs(folder: str) -> None:
     settings = {"accelerator": "nvidia", "dtype": "bfloat16", "overlap": False}

@@ -62,13 +62,13 @@ def test_switches_are_read_as_deepseek_writes_them(monkeypatch: pytest.MonkeyPat
 
 def test_an_empty_variable_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPINFER_BLOCK_SIZE", "")
-    assert resolve_config({}).block_size == 16
+    assert resolve_config({}).block_size == 0
 
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("DEEPINFER_BLOCK_SIZE", "0", "DEEPINFER_BLOCK_SIZE: '0': Expected `int` >= 1"),
+        ("DEEPINFER_BLOCK_SIZE", "-1", "DEEPINFER_BLOCK_SIZE: '-1': Expected `int` >= 0"),
         ("DEEPINFER_BLOCK_SIZE", "many", "DEEPINFER_BLOCK_SIZE: 'many'"),
         ("DEEPINFER_ACCELERATOR", "gpu", r"known: cpu, nvidia, ascend"),
         ("DEEPINFER_PREFIX_CACHE", "maybe", "DEEPINFER_PREFIX_CACHE: 'maybe'"),

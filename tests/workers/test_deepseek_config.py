@@ -9,6 +9,7 @@ import pytest
 
 from deepinfer_workers.config_file import config_architecture
 from deepinfer_workers.models.deepseek.config import DeepseekConfig
+from deepinfer_workers.models.deepseek.loading import check_block_size
 from deepinfer_workers.models.deepseek.tensors import GROUPS, expected_tensors
 from deepinfer_workers.runner import WorkerFault
 from doubles.released_deepseek import v4_flash_0731, v41_flash, v41_flash_flat
@@ -193,3 +194,13 @@ def test_an_image_encoder_is_checked_too() -> None:
 def test_every_way_of_writing_names_the_architecture() -> None:
     assert config_architecture(v41_flash()) == config_architecture(v41_flash_flat()) == "hf:DeepseekV41ForCausalLM"
     assert config_architecture(v4_flash_0731()) == "hf:DeepseekV4ForCausalLM"
+
+
+def test_blocks_hold_whole_compressed_rows_of_every_layer() -> None:
+    v41, v4 = read(tiny_v41()), read(tiny_v4())
+    assert (v41.block_multiple, v4.block_multiple) == (2, 128)
+    for block_size, config in ((16, v41), (128, v4), (256, v4), (0, v4)):  # 0: the model's choice
+        check_block_size(block_size, config)
+    with pytest.raises(WorkerFault, match="block_size: 16 is no multiple of 128") as refused:
+        check_block_size(16, v4)
+    assert refused.value.code == "setting"

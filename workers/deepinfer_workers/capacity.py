@@ -19,6 +19,8 @@ from deepinfer_workers.slots import slot_bytes
 
 DEFAULT_KV_BYTES: Final = 1 << 30
 """On the CPU, whose memory is everybody's."""
+MIN_BLOCK_SIZE: Final = 16
+"""Tokens, where the configuration leaves it to us."""
 MIN_LADDER: Final = 64
 """Short prompts go by graphs too, however few slots there are."""
 GPU_RESERVE: Final = 0.08
@@ -43,10 +45,11 @@ def limits_of(config: WorkerConfig, model: Model, ops: Ops) -> Limits:
     """What plans may name: as configured, or as many blocks as fit beside the weights. Raises `WorkerFault`."""
     # Without graphs sizes are the same: so are the kernels, and so are the bits.
     most = min(max(config.num_slots, MIN_LADDER), config.max_batch_positions)
+    block_size = config.block_size or -(-MIN_BLOCK_SIZE // model.block_multiple) * model.block_multiple
     return Limits(
         num_slots=config.num_slots,
-        num_blocks=config.num_blocks or _num_blocks(config, model, ops),
-        block_size=config.block_size,
+        num_blocks=config.num_blocks or _num_blocks(config, model, ops, block_size),
+        block_size=block_size,
         max_len=model.max_len,
         vocab_size=model.vocab_size,
         max_batch_positions=config.max_batch_positions,
@@ -55,15 +58,15 @@ def limits_of(config: WorkerConfig, model: Model, ops: Ops) -> Limits:
     )
 
 
-def _num_blocks(config: WorkerConfig, model: Model, ops: Ops) -> int:
-    needs = model.cache_needs(config.block_size)
+def _num_blocks(config: WorkerConfig, model: Model, ops: Ops, block_size: int) -> int:
+    needs = model.cache_needs(block_size)
     block_bytes = needs.block_bytes
     if config.kv_cache_bytes:
         what, most, num_blocks = "kv_cache_bytes", config.kv_cache_bytes, config.kv_cache_bytes // block_bytes
     else:
-        num_slots_bytes = config.num_slots * (needs.slot_bytes + slot_bytes(model.max_len, config.block_size))
+        num_slots_bytes = config.num_slots * (needs.slot_bytes + slot_bytes(model.max_len, block_size))
         what, most = "free memory of", _spare_bytes(ops) - num_slots_bytes
-        most_useful = config.num_slots * -(-model.max_len // config.block_size)
+        most_useful = config.num_slots * -(-model.max_len // block_size)
         num_blocks = min(most_useful, most // block_bytes)
     if num_blocks < 1:
         raise WorkerFault("out_of_memory", f"{what} {most} holds no block of {block_bytes} bytes")

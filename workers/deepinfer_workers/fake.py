@@ -40,6 +40,7 @@ from deepinfer_workers.truncation import check_keep
 _MASK64: Final = (1 << 64) - 1
 _FNV_OFFSET: Final = 0xCBF29CE484222325
 _FNV_PRIME: Final = 0x100000001B3
+_DEFAULT_BLOCK_SIZE: Final = 16
 _DEFAULT_NUM_BLOCKS: Final = 65_536
 _LAYERS: Final = 3
 """Of a window each: what comes out of the last one reaches as often a window, less the position itself, back."""
@@ -160,7 +161,8 @@ class FakeRunner:
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self._slots: dict[int, _Slot] = {}
-        self.kv = FakeKV(config.block_size, config.fake_check_stamps)
+        self._block_size = config.block_size or _DEFAULT_BLOCK_SIZE
+        self.kv = FakeKV(self._block_size, config.fake_check_stamps)
         self._num_blocks = config.num_blocks or _DEFAULT_NUM_BLOCKS
         self._deadline_s = 0.0
 
@@ -177,7 +179,7 @@ class FakeRunner:
             max_model_len=config.max_model_len or 32_768,
             num_slots=config.num_slots,
             num_blocks=self._num_blocks,
-            block_size=config.block_size,
+            block_size=self._block_size,
             block_bytes=0,
             slot_bytes=0,
             global_bytes_per_token=0.0,
@@ -264,7 +266,7 @@ class FakeRunner:
         state = self._slots.get(slot)
         if state is None or state.generation != generation:
             raise ProtocolError(f"slot {slot} does not hold generation {generation}")
-        size = self._config.block_size
+        size = self._block_size
         end = state.length + num_positions
         if end > min(len(state.tokens), len(state.blocks) * size):
             raise ProtocolError(f"slot {slot}: {end} positions, {len(state.tokens)} tokens, {len(state.blocks)} blocks")

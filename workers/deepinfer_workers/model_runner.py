@@ -218,17 +218,18 @@ class ModelRunner:
             self._sampling = SamplingState(self._slots.tokens, self._limits.vocab_size)
             if ops.device.type == "cuda":
                 self._prepare_gpu()
-        needs = self._model.cache_needs(config.block_size)
+        limits = self._limits
+        needs = self._model.cache_needs(limits.block_size)
         return Ready(
             epoch=config.epoch,
             rank=config.rank,
-            vocab_size=self._limits.vocab_size,
-            max_model_len=self._limits.max_len,
-            num_slots=config.num_slots,
-            num_blocks=self._limits.num_blocks,
-            block_size=config.block_size,
+            vocab_size=limits.vocab_size,
+            max_model_len=limits.max_len,
+            num_slots=limits.num_slots,
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
             block_bytes=needs.block_bytes,
-            slot_bytes=needs.slot_bytes + slot_bytes(self._limits.max_len, config.block_size),
+            slot_bytes=needs.slot_bytes + slot_bytes(limits.max_len, limits.block_size),
             global_bytes_per_token=needs.token_bytes,
             bounded_replay_tokens=needs.bounded_replay,
             exact_replay_tokens=needs.exact_replay,

@@ -35,6 +35,7 @@ class Llama:
     """A `Model`: one paged cache of keys and values, and nothing by slot."""
 
     can_capture = True
+    block_multiple = 1
 
     def __init__(
         self, checkpoint: Checkpoint, ops: Ops, options: ModelOptions, report: Callable[[int, int], None]

@@ -40,6 +40,7 @@ class ModelOptions(NamedTuple):
     max_len: int = 0
     """Positions; 0: the model's own limit."""
     block_size: int = 16
+    """0: as the model needs it."""
     keep_tokens: int | None = None
     """Positions at the end of a prompt that a decoder half computes; `None`: all."""
     cache_format: str = "auto"
@@ -78,6 +79,8 @@ class Model(Protocol):
 
     vocab_size: int
     max_len: int
+    block_multiple: int
+    """Blocks have a multiple of as many tokens, and so hold whole rows."""
 
     @property
     def can_capture(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import lcm
 from typing import Any, Literal
 
 Family = Literal["v4.1", "v4"]
@@ -143,6 +144,11 @@ class DeepseekConfig:
     def decoder_start(self) -> int:
         """V4.1: the first layer of the decoder half, the last that owns global keys. V4: the number of layers."""
         return self.kv_sources[-1] if self.family == "v4.1" else self.num_layers
+
+    @property
+    def block_multiple(self) -> int:
+        """Blocks of a multiple of as many tokens hold whole compressed rows of every layer."""
+        return lcm(*(ratio for ratio in self.ratios if ratio))
 
     def kv_source_of(self, layer: int) -> int | None:
         """The layer whose compressed keys `layer` attends to."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import lcm
 
 from deepinfer_kernels import Ops
 from deepinfer_workers.checkpoint import Checkpoint, unsupported
@@ -33,7 +32,6 @@ def load_deepseek(
 
 def check_block_size(block_size: int, config: DeepseekConfig) -> None:
     """A block holds whole compressed rows of every layer. Raises `WorkerFault`."""
-    multiple = lcm(*(ratio for ratio in config.ratios if ratio))
-    if block_size % multiple:
-        words = f"{block_size} is no multiple of {multiple}, and compressed rows stand for as many tokens"
+    if block_size % config.block_multiple:
+        words = f"{block_size} is no multiple of {config.block_multiple}, and compressed rows stand for as many tokens"
         raise WorkerFault("setting", f"block_size: {words}")

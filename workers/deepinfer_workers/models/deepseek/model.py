@@ -75,6 +75,7 @@ class Deepseek:
         """Of the routed experts those of `tensors` are computed; the part of others in a sum is left out."""
         self.config = config
         self.vocab_size = config.vocab_size
+        self.block_multiple = config.block_multiple
         self.max_len = options.max_len or config.max_len
         self._ops = ops
         self._keep_tokens = options.keep_tokens if config.family == "v4.1" else None
