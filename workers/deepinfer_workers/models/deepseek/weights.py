@@ -1,7 +1,7 @@
 """The tensors of a DeepSeek checkpoint as a rank computes with them. Knows their storage, and no formula.
 
 Linears are expanded to the arithmetic of the operations once; routed experts stay as they are stored, in the mapped
-file, and are expanded when a token is sent to them (`moe.ExpertCache`).
+file, and are expanded when a token is sent to them (`moe.ExpertCache`). Pages of what has been expanded are given back.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from deepinfer_kernels import Ops, dequantize_fp4, dequantize_fp8_blocks, fake_quantize_activation
+from deepinfer_kernels import LinearWeight, Ops, dequantize_fp4, dequantize_fp8_blocks, fake_quantize_activation
 from deepinfer_workers.models.deepseek.config import DeepseekConfig
 from deepinfer_workers.models.deepseek.rank_tensors import RankTensors
 
@@ -44,7 +44,9 @@ class DeepseekWeights:
 
     def plain(self, name: str) -> Tensor:
         """Any shape, float32, on the device."""
-        return self.stored(name).to(self.device).to(torch.float32)
+        values = self.stored(name).to(self.device).to(torch.float32)
+        self.tensors.release(name)
+        return values
 
     def norm(self, name: str) -> Tensor:
         return self.plain(f"{name}.weight")
@@ -52,6 +54,12 @@ class DeepseekWeights:
     def plain_linear(self, name: str) -> Linear:
         """A float32 product whose weight `name` is stored in F32 or BF16."""
         return self.product(self.plain(name), quantizes=False)
+
+    def head(self, name: str) -> LinearWeight:
+        """For `ops.project`. The largest weight of all: it is not expanded before it is packed."""
+        packed = self.ops.pack_project(self.stored(name).to(self.device))
+        self.tensors.release(name)
+        return packed
 
     def linear(self, name: str) -> Linear:
         """The product `name`.weight, in the quantised form that it is stored in."""
@@ -67,11 +75,14 @@ class DeepseekWeights:
 
     def matrix(self, name: str) -> tuple[Tensor, bool]:
         """`name`.weight [out, in] in float32, and whether it is stored quantised."""
-        weight = self.stored(f"{name}.weight")
-        weight = weight.to(self.device)
+        weight = self.stored(f"{name}.weight").to(self.device)
         if weight.dtype not in (_FP8, torch.int8):
-            return weight.to(torch.float32), False
+            return self._expanded(name, weight.to(torch.float32)), False
         scales = self.stored(f"{name}.scale").to(self.device)
         if weight.dtype == torch.int8:
-            return dequantize_fp4(weight, scales), True
-        return dequantize_fp8_blocks(weight, scales, self.config.scale_block), True
+            return self._expanded(name, dequantize_fp4(weight, scales)), True
+        return self._expanded(name, dequantize_fp8_blocks(weight, scales, self.config.scale_block)), True
+
+    def _expanded(self, name: str, values: Tensor) -> Tensor:
+        self.tensors.release(f"{name}.weight")
+        return values
