@@ -2,12 +2,12 @@
 
     python benchmarks/full_width.py --json
 
-Writes a random checkpoint with every figure of the release but the number of layers: window-only, Full of ratio 2 with an
-Engram table of 384 million rows, Full of ratio 1, Reindex, Reuse. Of the routed experts those of one of eight
-expert-parallel ranks are written (48 a layer); the others and the table are holes in sparse files. Then a process of its
-own loads it as that rank, computes a prompt in one step, so long that rows of both ratios are chosen, and a few tokens
-one by one. Reported are memory at its peak, by kind, and times. What the model says means nothing, also because the
-experts of the other ranks are missing in its sums.
+Writes a random checkpoint with every figure of the release but the number of layers: window-only, Full of ratio 2 with
+an Engram table of 384 million rows, Full of ratio 1, Reindex, Reuse. Of the routed experts those of one of eight
+expert-parallel ranks are written (48 a layer); the others and the table are holes in sparse files. Then a process of
+its own loads it as that rank, computes a prompt in one step, so long that rows of both ratios have to be chosen, and a
+few tokens one by one. Reported are memory at its peak, by kind, and times. What the model says means nothing, also
+because the experts of the other ranks are missing in its sums.
 
 Needs 9 GB of disk. Without `--folder` the checkpoint is removed at the end.
 """
@@ -48,6 +48,8 @@ NUM_RANKS: Final = 8
 GIB: Final = 1 << 30
 BLOCK_SIZE: Final = 64
 SAMPLING_S: Final = 0.02
+LAST_PLAIN_TOKEN: Final = 128_000
+"""Behind it the released tokenizer has special ones."""
 TEXT_CONFIG: Final = {
     "model_type": "deepseek_v41_text",
     "vocab_size": 129280,
@@ -141,7 +143,7 @@ def write(folder: Path, tokenizer: Path) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(tokenizer, folder / "tokenizer.json")
     began_s = time.perf_counter()
-    experts = experts_of_rank(TEXT_CONFIG["n_routed_experts"], NUM_RANKS, 0)  # type: ignore[arg-type]
+    experts = experts_of_rank(DeepseekConfig.read(CONFIG, "config.json").num_experts, NUM_RANKS, 0)
     write_checkpoint(CONFIG, folder, engram_tables="sparse", experts=experts)
     files = [path.stat() for path in folder.iterdir()]
     return {
@@ -251,17 +253,18 @@ class OneSequence:
 
 
 @torch.inference_mode()
-def run(folder: Path, num_prompt: int, num_decoded: int) -> dict[str, Any]:
-    """Load, compute `num_prompt` positions in one step and `num_decoded` one by one. Figures."""
+def run(folder: Path, num_prompt: int, num_decoded: int, num_ranks: int = NUM_RANKS) -> dict[str, Any]:
+    """As rank 0: load, compute `num_prompt` positions in one step and `num_decoded` one by one. Figures."""
     began_s = time.perf_counter()
     memory = PeakMemory()
     with memory.watch():
         options = ModelOptions(max_len=num_prompt + num_decoded, block_size=BLOCK_SIZE)
         ops = select_ops("cpu", batch_invariant=True, dtype="float32")
-        model = load_deepseek(SafetensorsFolder(folder), ops, options, _show, num_ranks=NUM_RANKS, rank=0)
+        model = load_deepseek(SafetensorsFolder(folder), ops, options, _show, num_ranks=num_ranks, rank=0)
         load_s = time.perf_counter() - began_s
         loaded = memory.figures()
-        prompt = np.random.default_rng(0).integers(3, 100_000, num_prompt)
+        most = min(LAST_PLAIN_TOKEN, model.vocab_size)
+        prompt = np.random.default_rng(0).integers(3, most, num_prompt)
         sequence = OneSequence(model, prompt, options.max_len)
         tokens, times_s = prompt.tolist(), []
         for count in [num_prompt] + [1] * num_decoded:
@@ -289,11 +292,13 @@ def run(folder: Path, num_prompt: int, num_decoded: int) -> dict[str, Any]:
 
 
 def _num_engram_rows(folder: Path, config: DeepseekConfig, tokens: Ints) -> int:
-    """Different ones that the sequence reads."""
-    assert config.engram is not None
+    """Different ones that the sequence reads, of all tables."""
+    engram = config.engram
+    assert engram is not None
     compressed = compressed_vocabulary(folder / "tokenizer.json", config.vocab_size)
-    layer_hash = EngramHash(config.engram, compressed, config.image_token_id, config.engram.layers[0])
-    return len(np.unique(layer_hash.rows(ngrams(tokens, 0, len(tokens), config.engram.max_ngram))))
+    known = ngrams(tokens, 0, len(tokens), engram.max_ngram)
+    hashes = [EngramHash(engram, compressed, config.image_token_id, layer) for layer in engram.layers]
+    return sum(len(np.unique(layer_hash.rows(known))) for layer_hash in hashes)
 
 
 def _show(done: int, total: int) -> None:
