@@ -140,7 +140,7 @@ def _check_message(name: str, message: object) -> None:
         raise InvalidRequest(name, f"expected an object, not {type(message).__name__}")
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
-        raise InvalidRequest(f"{name}.role", f"{role!r}: expected one of {', '.join(ROLES)}")
+        raise InvalidRequest(f"{name}.role", _unknown(role, ROLES))
     if content is None and role == "assistant":
         return  # beside tool calls, which the recipe looks for
     if not isinstance(content, str | list | tuple):
@@ -156,7 +156,7 @@ def _check_message(name: str, message: object) -> None:
 def _check_options(options: ChatOptions) -> None:
     effort = options.reasoning_effort
     if effort is not None and effort not in EFFORTS:
-        raise InvalidRequest("reasoning_effort", f"{effort!r}: expected one of {', '.join(EFFORTS)}")
+        raise InvalidRequest("reasoning_effort", _unknown(effort, EFFORTS))
     if options.tool_choice in (None, b'"auto"', b'"none"'):
         return
     if options.tools is None:
@@ -164,3 +164,8 @@ def _check_options(options: ChatOptions) -> None:
     thinks = options.thinking if options.thinking is not None else effort != "none"
     if thinks:
         raise InvalidRequest("tool_choice", 'a model that thinks takes "auto" or "none": thinking=False takes others')
+
+
+def _unknown(value: object, known: Sequence[str]) -> str:
+    came = repr(value[:40]) if isinstance(value, str) else type(value).__name__
+    return f"{came}: expected one of {', '.join(known)}"

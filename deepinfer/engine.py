@@ -150,7 +150,7 @@ class Engine:
         """Before anything is started, for models that may be larger than the machine. A GPU's memory is a worker's."""
         has_weights = path is not None and path.is_dir() and self.config.load_format != "dummy"
         if path is not None and has_weights and deepseek_family(path) is not None:
-            check_fit(path, counts_memory=self.config.accelerator == "cpu")
+            check_fit(path, self.config.num_workers, counts_memory=self.config.accelerator == "cpu")
 
     def _load_text(self, path: Path | None) -> TextPipeline | None:
         if self.config.tokenizer:

@@ -71,7 +71,7 @@ async def _answer(engine: Engine, line: PromptLine | BadLine) -> dict[str, Any]:
     if isinstance(line, BadLine):
         return _error(line, line.code, line.reason)
     try:
-        done = await generate_in_turn(engine, line.prompt, line.params, messages=line.messages)
+        done = await generate_in_turn(engine, line.prompt, line.params, messages=line.messages, **line.chat)
     except InvalidRequest as error:
         return _refused(line, error)
     return _record(line, done)

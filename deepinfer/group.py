@@ -130,7 +130,7 @@ class _Handshake:
         elif isinstance(message, Progress):
             self._tell(rank, message)
         elif isinstance(message, Fault):
-            self._fail(_error_of(message))
+            self._fail(error_of(message))
         elif isinstance(message, Ready) and rank not in self._ready:
             self._complete(rank, message)
         else:
@@ -164,7 +164,7 @@ class _Handshake:
             self.result.set_exception(error)
 
 
-def _error_of(fault: Fault) -> DeepInferError:
+def error_of(fault: Fault) -> DeepInferError:
     if fault.code == "model_file":
         file, _, reason = fault.text.partition(": ")
         return ModelFileError(file, reason)

@@ -18,7 +18,7 @@ from zlib import crc32
 import msgspec
 
 from deepinfer.admission import ModelLimits, check_params
-from deepinfer.chat import check_messages
+from deepinfer.chat import NO_OPTIONS, check_messages
 from deepinfer.errors import ConfigError, DeepInferError, InvalidRequest
 from deepinfer.migrating import SamplingParams as AnySamplingParams
 from deepinfer.migrating import rename_params
@@ -40,6 +40,8 @@ class PromptLine(msgspec.Struct, frozen=True, kw_only=True):
     id: str | int | None
     prompt: str | list[int] | None
     messages: list[dict[str, Any]] | None
+    chat: dict[str, Any]
+    """What the line says of `thinking`, `reasoning_effort`, `tools` and `tool_choice`."""
     params: SamplingParams
     crc: int
     """Of what was asked: the line as it stands, and the defaults."""
@@ -59,6 +61,10 @@ class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt: str | None = None
     prompt_token_ids: list[int] | None = None
     messages: list[dict[str, Any]] | None = None
+    thinking: bool | None = None
+    reasoning_effort: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
     id: str | int | None = None
     params: dict[str, Any] = {}
 
@@ -109,11 +115,15 @@ class PromptFile:
             raise InvalidRequest("prompt", "exactly one of prompt, prompt_token_ids and messages is expected")
         if content.messages is not None:
             check_messages(content.messages)
+        chat = {field: value for field in NO_OPTIONS._fields if (value := getattr(content, field)) is not None}
+        if chat and content.messages is None:
+            raise InvalidRequest(next(iter(chat)), "it says how messages become a prompt, and a prompt came")
         return PromptLine(
             line=number,
             id=content.id,
             prompt=content.prompt if content.prompt is not None else content.prompt_token_ids,
             messages=content.messages,
+            chat=chat,
             params=check_params(read_params({**self._defaults, **content.params}), _ANY_MODEL),
             crc=crc,
         )

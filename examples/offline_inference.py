@@ -45,7 +45,7 @@ async def answer(model: str, prompts: list[str], max_tokens: int, thinking: bool
     num_prompt_tokens = sum(completion.num_prompt_tokens for completion in completions)
     print(
         f"\n{len(completions)} answers, {num_prompt_tokens} prompt tokens, {num_tokens} new tokens "
-        f"in {elapsed_s:.1f} s: {num_tokens / elapsed_s:.0f} tokens/s"
+        f"in {elapsed_s:.1f} s: {num_tokens / elapsed_s:.1f} tokens/s"
     )
 
 

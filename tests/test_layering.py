@@ -56,7 +56,7 @@ LAYERS: Final = {
     "deepinfer_workers": Layer(
         "workers/deepinfer_workers",
         frozenset({"deepinfer_protocol", "deepinfer_kernels"}),
-        frozenset({"gguf", "msgspec", "numpy", "safetensors", "tokenizers", "torch", "zmq"}),
+        frozenset({"gguf", "msgspec", "numpy", "tokenizers", "torch", "zmq"}),
     ),
     "deepinfer_kernels": Layer("kernels/deepinfer_kernels", frozenset(), frozenset({"numpy", "torch", "triton"})),
     "examples": Layer("examples", frozenset({"deepinfer"}), frozenset({"starlette", "uvicorn", "uvloop"})),

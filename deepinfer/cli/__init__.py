@@ -11,6 +11,7 @@ import typer
 from deepinfer.cli.bench import bench
 from deepinfer.cli.env import env
 from deepinfer.cli.generate import generate
+from deepinfer.cli.inspect import inspect
 from deepinfer.cli.models import models
 from deepinfer.cli.run import run
 from deepinfer_protocol import VERSION
@@ -25,7 +26,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
         raise typer.Exit
 
 
-for command in (run, generate, bench, env):
+for command in (run, generate, bench, inspect, env):
     app.command()(command)
 app.add_typer(models, name="models")
 

@@ -5,6 +5,7 @@ from deepinfer_kernels.codes import FormatError
 from deepinfer_kernels.linear import LinearWeight
 from deepinfer_kernels.native import KEY_LANES
 from deepinfer_kernels.ops import Ops, UnknownAccelerator, select_ops
+from deepinfer_kernels.reference import rms_norm
 from deepinfer_kernels.row_formats import (
     fake_index_row,
     fake_main_row,
@@ -59,6 +60,7 @@ __all__ = [
     "quantize_fp4",
     "quantize_fp8_blocks",
     "quantize_fp8_rows",
+    "rms_norm",
     "select_ops",
     "unpack_index_row",
     "unpack_main_row",

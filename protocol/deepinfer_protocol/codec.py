@@ -30,7 +30,6 @@ from deepinfer_protocol.messages import (
     AnyMessage,
     LogitShaping,
     MaskBatch,
-    Ready,
     RowFlag,
     SlotAdmit,
     StepPlan,
@@ -73,8 +72,6 @@ def decode(frame: bytes | memoryview) -> AnyMessage:
         _check_result(message)
     elif isinstance(message, MaskBatch):
         _check_masks(message)
-    elif isinstance(message, Ready):
-        _check_ready(message)
     return message
 
 
@@ -200,12 +197,6 @@ def _check_ranks(name: str, ranks: bytes, ids: bytes) -> None:
     _check_range(name, ranks, 1)
     if not len(ranks) <= len(ids) <= len(ranks) * (1 + MAX_LOGPROBS):
         raise ProtocolError(f"{name}: {len(ranks) // 4} ranks for {len(ids) // 4} ids")
-
-
-def _check_ready(ready: Ready) -> None:
-    if ready.bounded_replay_tokens > ready.exact_replay_tokens:
-        bounded, exact = ready.bounded_replay_tokens, ready.exact_replay_tokens
-        raise ProtocolError(f"{bounded} replay tokens where bounded, {exact} where exact")
 
 
 def _check_masks(masks: MaskBatch) -> None:

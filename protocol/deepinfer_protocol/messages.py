@@ -151,7 +151,7 @@ class Ready(Message, frozen=True, tag=2):
     """Positions before the end of a prefix hit that are replayed to rebuild the slot state as the model's makers
     do; 0 for uniform paged caches."""
     exact_replay_tokens: Length
-    """As many as make the slot state the one that a run without the hit has; at least as many as the bounded ones."""
+    """As many as make the slot state the one that a run without the hit has."""
     weights_version: ShortText
     device: ShortText
     """For people: what the model runs on."""

@@ -36,8 +36,10 @@ class Sequences:
         num_slots: int = 6,
         max_len: int = 256,
         batch_invariant: bool = True,
+        accelerator: str = "cpu",
+        dtype: str = "float32",
     ) -> None:
-        ops = select_ops("cpu", batch_invariant=batch_invariant, dtype="float32")
+        ops = select_ops(accelerator, batch_invariant=batch_invariant, dtype=dtype)
         options = options._replace(max_len=max_len)
         self.model = load_deepseek(SafetensorsFolder(folder), ops, options, lambda done, total: None)
         self.block_size = options.block_size
@@ -47,8 +49,8 @@ class Sequences:
         with torch.inference_mode():
             self.model.allocate(self.limits)
         self.lengths = [0] * num_slots
-        self.tables = torch.full((num_slots + 1, per_slot), num_blocks, dtype=torch.int32)
-        self.known = torch.zeros(num_slots + 1, max_len + 1, dtype=torch.int32)
+        self.tables = torch.full((num_slots + 1, per_slot), num_blocks, dtype=torch.int32, device=ops.device)
+        self.known = torch.zeros(num_slots + 1, max_len + 1, dtype=torch.int32, device=ops.device)
         self._blocks: list[list[int]] = [[] for _ in range(num_slots)]
         self._free = list(np.random.default_rng(0).permutation(num_blocks))
         self._admissions: list[Admission] = []
@@ -114,7 +116,7 @@ class Sequences:
         self._admissions = []
         where, positions = np.full(num_padded, len(self.lengths)), np.zeros(num_padded, np.int64)
         where[: len(row_of)], positions[: len(row_of)] = slots[row_of], (starts[row_of] + offsets)
-        at, places = torch.from_numpy(where), torch.from_numpy(positions)
+        at, places = (torch.from_numpy(index).to(self.known.device) for index in (where, positions))
         blocks = self.tables[at, places // self.block_size].long()
         step = Step(
             self.known[at, places].long(),
@@ -126,7 +128,7 @@ class Sequences:
         hidden = self.model.forward(step)[: len(row_of)]
         for slot, count in pieces:
             self.lengths[slot] += count
-        return list(self.model.logits(hidden).split(counts.tolist()))
+        return list(self.model.logits(hidden).cpu().split(counts.tolist()))
 
     def full(self, slot: int, tokens: Sequence[int]) -> Tensor:
         """Logits [tokens, V] of one forward over the whole sequence, alone."""

@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -34,6 +34,7 @@ with warnings.catch_warnings():  # its imports warn of their own uses of torch
     from transformers import PreTrainedTokenizerFast
 
 VOCAB_SIZE: Final = 256
+IMAGE_TOKEN: Final = VOCAB_SIZE - 1
 
 _TEXT_CONFIG: Final[Mapping[str, Any]] = {
     "model_type": "deepseek_v41_text",
@@ -100,8 +101,22 @@ _TEXT_CONFIG: Final[Mapping[str, Any]] = {
 }
 
 
-def nested_config(**text: Any) -> dict[str, Any]:
-    """`config.json` in the released form, without quantisation, vision or draft stages; `text` replaces entries."""
+_VISION_CONFIG: Final[Mapping[str, Any]] = {
+    "model_type": "deepseek_v41_vision",
+    "num_hidden_layers": 1,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "patch_size": 2,
+    "rope_theta": 10000.0,
+    "downsample_ratio": 3,
+    "max_image_tokens": 64,
+    "min_pixels": 64,
+}
+
+
+def nested_config(*, sees_images: bool = False, **text: Any) -> dict[str, Any]:
+    """`config.json` in the released form, without quantisation and draft stages; `text` replaces entries."""
     return {
         "architectures": ["DeepseekV41ForCausalLM"],
         "model_type": "deepseek_v41",
@@ -109,10 +124,10 @@ def nested_config(**text: Any) -> dict[str, Any]:
         "bos_token_id": 0,
         "eos_token_id": 1,
         "pad_token_id": 2,
-        "image_token_id": VOCAB_SIZE - 1,
+        "image_token_id": IMAGE_TOKEN,
         "tie_word_embeddings": False,
         "text_config": {**_TEXT_CONFIG, **text},
-        "vision_config": {"model_type": "deepseek_v41_vision", "num_hidden_layers": 0},
+        "vision_config": {**_VISION_CONFIG, **({} if sees_images else {"num_hidden_layers": 0})},
     }
 
 
@@ -121,9 +136,13 @@ def words() -> Tokenizer:
     return Tokenizer(WordLevel({f"{'tT'[i % 2]}{i // 2}": i for i in range(VOCAB_SIZE)}, unk_token="t0"))
 
 
+def write_words(folder: Path) -> None:
+    words().save(str(folder / "tokenizer.json"))
+
+
 def random_ids(length: int, seed: int) -> list[int]:
-    """Tokens of a prompt; the last of the vocabulary stands for images."""
-    ids: list[int] = torch.randint(VOCAB_SIZE - 1, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    """Tokens of a prompt without images."""
+    ids: list[int] = torch.randint(IMAGE_TOKEN, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
     return ids
 
 
@@ -171,15 +190,17 @@ class Trace(NamedTuple):
 
 
 class NemoV41:
-    """A model with weights of `seed`; `text` replaces entries of its text config."""
+    """A model with weights of `seed`; `text` replaces entries of its text config.
 
-    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32, **text: Any) -> None:
-        self.config = nested_config(**text)
-        self.config["dtype"] = str(dtype).removeprefix("torch.")
+    `sees_images`: image tokens take the part that text tokens do not have; what is in the image is left out.
+    """
+
+    def __init__(self, seed: int = 0, *, sees_images: bool = False, **text: Any) -> None:
+        self.config = nested_config(sees_images=sees_images, **text)
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             warnings.simplefilter("ignore")
             torch.manual_seed(seed)
-            self.model = _build(self.config, dtype)
+            self.model = _build(self.config)
             _randomize(self.model)
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -192,11 +213,18 @@ class NemoV41:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.config))
         save_file(self.tensors(), folder / "model.safetensors")
-        words().save(str(folder / "tokenizer.json"))
+        write_words(folder)
         return folder
 
+    def read(self, folder: Path) -> None:
+        """Take the weights of a checkpoint in the released format, by the oracle's own adapter."""
+        released: dict[str, torch.Tensor] = {}
+        for file in folder.glob("*.safetensors"):
+            released |= load_file(file)
+        self.model.load_state_dict(self.model.state_dict_adapter.from_hf(released))
+
     def logits(self, ids: Sequence[int], *, quantized: bool = False) -> torch.Tensor:
-        """[tokens, vocab] of one full forward; `quantized`: what it caches goes through the released formats."""
+        """[tokens, vocab] of one full forward of text; `quantized`: what it caches goes through released formats."""
         with _quantization(quantized, []):
             logits: torch.Tensor = self.model(torch.tensor([list(ids)])).logits[0]
         return logits
@@ -204,45 +232,38 @@ class NemoV41:
     def trace(self, ids: Sequence[int], *, quantized: bool = False) -> Trace:
         """A forward, layer by layer."""
         tokens = torch.tensor([list(ids)])
-        model, config = self.model.model, self.config["text_config"]
+        model, num_streams = self.model.model, self.config["text_config"]["hc_mult"]
         layers = []
         cached: list[Cached] = []
         with _quantization(quantized, cached):
-            streams = model.embed_tokens(tokens).unsqueeze(2).expand(-1, -1, config["hc_mult"], -1)
-            pre = torch.zeros(*tokens.shape, config["hc_mult"])
+            streams = model.embed_tokens(tokens).unsqueeze(2).expand(-1, -1, num_streams, -1)
+            pre = torch.zeros(*tokens.shape, num_streams)
             pre[..., 0] = 1
             state = State()
-            for index in range(config["num_hidden_layers"]):
+            for layer in model.layers.values():
                 cached.clear()
-                layer, given = model.layers[str(index)], (streams, pre, state)
-                with _watched(layer, cached) as margins:
-                    streams, pre, state = self._layer(index, tokens, *given)
+                given = streams, pre, state
+                options = self._options(layer, tokens)
+                with _watched(layer, options["image_mask"], cached) as margins:
+                    streams, pre, state = layer(*given, **options)
                 layers.append(Layer(given[0][0], given[1][0], given[2], state, cached.copy(), *margins()))
-            logits = self.model.lm_head(model.norm(model.layers["0"].attn_hc.collapse(streams, pre)).float())
+            logits = self.model.lm_head(model.norm(layer.attn_hc.collapse(streams, pre)).float())
         return Trace(layers, streams[0], pre[0], logits[0])
 
-    def layer(
-        self, index: int, ids: Sequence[int], given: Layer, *, quantized: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Streams and mix that the layer makes of what another one, or this one in another forward, was given."""
-        with _quantization(quantized, []):
-            tokens = torch.tensor([list(ids)])
-            streams, pre, _ = self._layer(index, tokens, given.streams[None], given.pre[None], given.state)
-        return streams[0], pre[0]
-
-    def _layer(
-        self, index: int, tokens: torch.Tensor, streams: torch.Tensor, pre: torch.Tensor, state: Any
-    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    def _options(self, layer: Any, tokens: torch.Tensor) -> dict[str, Any]:
         model = self.model.model
-        layer = model.layers[str(index)]
-        rows = None if layer.engram is None else model.engram_hash(tokens)[:, :, layer.engram.layer_hash_index]
+        is_image = (tokens == IMAGE_TOKEN) & (model.vision is not None)
+        rows = None
+        if layer.engram is not None:
+            rows = model.engram_hash(tokens, token_mask=~is_image)[:, :, layer.engram.layer_hash_index]
         positions = torch.arange(tokens.shape[1])[None]
-        return layer(streams, pre, state, position_ids=positions, engram_hash_ids=rows)  # type: ignore[no-any-return]
+        return {"position_ids": positions, "image_mask": is_image, "engram_hash_ids": rows}
 
 
-def _build(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    text = {**config["text_config"], "dtype": config["dtype"]}
-    parsed = DeepseekV41Config(text_config=text, vision_config={"num_hidden_layers": 0}, dtype=config["dtype"])
+def _build(config: Mapping[str, Any]) -> Any:
+    text, dtype = {**config["text_config"], "dtype": config["dtype"]}, config["dtype"]
+    vision = config["vision_config"]
+    parsed = DeepseekV41Config(text, vision, image_token_id=config["image_token_id"], dtype=dtype)
     backend = BackendConfig(
         attn="eager",
         linear="torch",
@@ -252,8 +273,9 @@ def _build(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
         rope_fusion=False,
         enable_hf_state_dict_adapter=True,
     )
-    model = DeepseekV41ForCausalLM(parsed, backend=backend, tokenizer=PreTrainedTokenizerFast(tokenizer_object=words()))
-    model.initialize_weights(dtype=dtype)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words())
+    model = DeepseekV41ForCausalLM(parsed, backend=backend, tokenizer=tokenizer)
+    model.initialize_weights(dtype=torch.float32)
     model.eval()
     return model
 
@@ -292,10 +314,10 @@ def _quantization(on: bool, cached: list[Cached]) -> Iterator[None]:
 
 
 @contextmanager
-def _watched(layer: Any, cached: list[Cached]) -> Iterator[Any]:
+def _watched(layer: Any, is_image: torch.Tensor, cached: list[Cached]) -> Iterator[Any]:
     """Records how close the choices of a layer were: a callable that gives (gate margin, index margin)."""
     margins = {"gate": float("inf"), "index": float("inf")}
-    handles = [layer.ffn.gate.register_forward_hook(_gate_hook(margins))]
+    handles = [layer.ffn.gate.register_forward_hook(_gate_hook(margins, is_image))]
     if layer.attn.indexer is not None:
         handles.append(layer.attn.indexer.register_forward_hook(_indexer_hook(margins, cached), with_kwargs=True))
     try:
@@ -305,11 +327,11 @@ def _watched(layer: Any, cached: list[Cached]) -> Iterator[Any]:
             handle.remove()
 
 
-def _gate_hook(margins: dict[str, float]) -> Any:
+def _gate_hook(margins: dict[str, float], is_image: torch.Tensor) -> Any:
     def hook(gate: Any, given: Any, _made: Any) -> None:
         scores = torch.nn.functional.linear(given[0].float(), gate.weight.float())
-        scores = torch.nn.functional.softplus(scores).sqrt() + gate.e_score_correction_bias
-        margins["gate"] = margin(scores, gate.topk)
+        bias = torch.where(is_image.flatten()[:, None], gate.bias_vl, gate.e_score_correction_bias)
+        margins["gate"] = margin(torch.nn.functional.softplus(scores).sqrt() + bias, gate.topk)
 
     return hook
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
-from deepinfer import ConfigError, Engine, InvalidRequest, SamplingParams, SyncEngine
+from deepinfer import ConfigError, Engine, InvalidRequest, ModelTooLarge, SamplingParams, SyncEngine, fit
 from deepinfer.cli.run import Chat
 from deepinfer.tokenizer import Tokenizer
+from deepinfer_workers.models.deepseek.generator import write_model
 from deepinfer_workers.models.deepseek.random_tokenizer import write_tokenizer
+from doubles.program import REPO, run
+from doubles.released_deepseek import v41_flash
+from doubles.tiny_deepseek import tiny_v41
 
 VOCAB_SIZE: Final = 300
 HELLO: Final = [{"role": "user", "content": "Hello"}]
@@ -136,3 +141,71 @@ def test_a_chat_without_roles_cannot_be_told_to_think(word_model: str, nothing_l
         pytest.raises(ConfigError, match=r"^thinking: this model has no chat template"),
     ):
         Chat(engine, SHORT, None, False, thinking=True)
+
+
+# A small random model in the released format, as a new user meets it
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny-v4.1")
+    write_model(tiny_v41(vocab_size=384), folder)
+    return folder
+
+
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products this small are slower on two."""
+    monkeypatch.setenv("DEEPINFER_NUM_THREADS", "1")
+
+
+async def test_a_checkpoint_streams_by_messages(tiny_folder: Path, one_thread: None, no_tasks_left: None) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12)
+    ends = SamplingParams(temperature=0, max_tokens=12, logit_bias={1: 100.0})
+    async with Engine(str(tiny_folder), prefix_hits="exact", max_num_seqs=4, num_blocks=64) as engine:
+        assert engine.has_chat_template and engine.limits.eos_token_ids == (1,)
+        texts: list[str] = []
+        for thinking in (True, False):
+            async with engine.stream(messages=HELLO, params=params, thinking=thinking) as stream:
+                chunks = [chunk async for chunk in stream]
+            texts.append("".join(chunk.text for chunk in chunks))
+            assert chunks[-1].finish_reason == "length"
+            again = await engine.generate(messages=HELLO, params=params, thinking=thinking)
+            assert again.text == texts[-1] != ""
+        assert texts[0] != texts[1]
+        done = await engine.generate(messages=HELLO, params=ends)
+        assert (done.finish_reason, done.text, done.num_generated_tokens) == ("stop", "", 1)
+
+
+def test_the_example_serves_the_folder_of_the_environment(tiny_folder: Path, one_thread: None) -> None:
+    folder = str(tiny_folder)
+    arguments = ("--max-tokens", "4", "--no-thinking")
+    done = run("examples/offline_inference.py", *arguments, DEEPINFER_HF_MODEL_DIR=folder)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"6 answers, \d+ prompt tokens, \d+ new tokens in [\d.]+ s: [\d.]+ tokens/s", done.stdout)
+
+
+def test_the_program_of_the_readme_serves_it_as_well(tiny_folder: Path, one_thread: None, tmp_path: Path) -> None:
+    section = (REPO / "README.md").read_text().split("\n## DeepSeek-V4.1-Flash\n")[1].split("\n## ")[0]
+    [program] = re.findall(r"```python\n(.*?)```", section, re.S)
+    file = tmp_path / "program.py"
+    file.write_text(program)
+    done = run(file, DEEPINFER_HF_MODEL_DIR=str(tiny_folder), DEEPINFER_SEED="1")
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout
+
+
+def test_of_a_config_alone_the_example_says_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(v41_flash()))
+    done = run("examples/offline_inference.py", DEEPINFER_HF_MODEL_DIR=str(tmp_path))
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "model.safetensors.index.json" in done.stderr and "0.0 GB of 510.3 GB are here" in done.stderr
+    assert re.search(r"takes 33\.2 GB of memory .*; this machine can hold [\d,.]+ GB", done.stderr)
+
+
+async def test_a_model_beyond_the_memory_is_refused_before_a_worker_starts(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, no_tasks_left: None
+) -> None:
+    monkeypatch.setattr(fit, "available_memory", lambda: 1_000_000)
+    with pytest.raises(ModelTooLarge, match=r"this machine can hold 0\.0 GB") as caught:
+        await Engine.start(str(tiny_folder))
+    assert caught.value.needed_bytes > caught.value.available_bytes == 1_000_000

@@ -71,7 +71,7 @@ def test_offline_inference_answers_and_counts() -> None:
     done = run_example("offline_inference", "--max-tokens", "24")
     assert done.returncode == 0, done.stderr
     assert "The capital of France is Paris." in done.stdout
-    assert re.search(r"6 answers, \d+ prompt tokens, \d+ new tokens in [\d.]+ s: \d+ tokens/s", done.stdout)
+    assert re.search(r"6 answers, \d+ prompt tokens, \d+ new tokens in [\d.]+ s: [\d.]+ tokens/s", done.stdout)
 
 
 def test_offline_inference_refuses_in_words() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -164,6 +166,70 @@ def test_options_of_another_type_are_refused(options: dict[str, Any], field: str
     assert caught.value.field == field
 
 
+CALL: Final = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": "{}"}'}}
+EVERYTHING: Final[dict[str, Any]] = {
+    "messages": [
+        {"role": "system", "content": "{}"},
+        {"role": "user", "content": "{}", "name": "Ada"},
+        {"role": "assistant", "content": "x", "reasoning_content": "{}", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "1", "content": "{}"},
+        {"role": "latest_reminder", "content": "{}"},
+        {"role": "user", "content": [{"type": "text", "text": "{}"}]},
+    ],
+    "tools": [
+        {
+            "type": "function",
+            "function": {
+                "name": "f",
+                "description": "{}",
+                "strict": False,
+                "parameters": {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]},
+            },
+        }
+    ],
+    "tool_choice": {"type": "function", "function": {"name": "f"}},
+}
+"""A call with something of each kind in it."""
+ODD: Final[list[Any]] = [
+    None, True, -1, 2**70, 1.5, float("nan"), "", "x" * 300, "\ud800", "<｜User｜>", [], {}, [[]], {"": 1}, IMAGE, DEEP,
+]  # fmt: skip
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every container in `value`, with each of its keys."""
+    for key in range(len(value)) if isinstance(value, list) else value if isinstance(value, dict) else ():
+        yield value, key
+        yield from places(value[key])
+
+
+def altered(call: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """`call` with one value out, or with another in its place, for every value in it."""
+    call = copy.deepcopy(call)
+    for container, key in list(places(call)):
+        kept = container[key]
+        for odd in ODD:
+            container[key] = odd
+            yield call
+        if isinstance(container, dict):
+            del container[key]
+            yield call
+        container[key] = kept
+
+
+def test_whatever_stands_in_a_call_it_is_rendered_or_refused(small: DeepseekFormat) -> None:
+    num_rendered, num_refused = 0, 0
+    for call in altered(EVERYTHING):
+        given = {field: call.get(field) for field in ("tools", "tool_choice")}
+        try:
+            options = chat_options(thinking=False, reasoning_effort=None, **given)
+            assert small.render(call.get("messages"), options).encode()  # type: ignore[arg-type]
+            num_rendered += 1
+        except InvalidRequest as error:
+            assert error.field.split("[")[0] in EVERYTHING
+            num_refused += 1
+    assert num_rendered > 50 and num_refused > 500, (num_rendered, num_refused)
+
+
 def test_thinking_decides_and_an_effort_says_how_much(small: DeepseekFormat) -> None:
     def prompt(**options: Any) -> str:
         return small.render(HELLO, chat_options(**{name: options.get(name) for name in CHAT_FIELDS})).text
@@ -190,18 +256,10 @@ def test_text_never_becomes_a_special_token(tmp_path: Path) -> None:
     chat, tokenizer = DeepseekFormat("v4.1", tmp_path / "tokenizer.json"), Tokenizer.from_model(tmp_path)
     special = {tokenizer.encode(token, add_special_tokens=False)[0] for token in (*HEAD, *TAIL)}
     assert len(special) == len(HEAD) + len(TAIL)
-    tool = {"type": "function", "function": {"name": "f", "description": "{}", "parameters": {"type": "object"}}}
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"x": "{}"})}}
-    conversation = [
-        {"role": "system", "content": "{}"},
-        {"role": "user", "content": "{}"},
-        {"role": "assistant", "content": "x", "reasoning_content": "{}", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "1", "content": "{}"},
-        {"role": "user", "content": [{"type": "text", "text": "{}"}]},
-    ]
+    values = EVERYTHING["messages"], EVERYTHING["tools"]
 
     def num_special(text: str) -> int:
-        messages, tools = (json.loads(json.dumps(value).replace("{}", text)) for value in (conversation, [tool]))
+        messages, tools = (json.loads(json.dumps(value).replace("{}", text)) for value in values)
         options = chat_options(thinking=True, reasoning_effort=None, tools=tools, tool_choice=None)
         prompt = chat.render(messages, options)
         assert prompt.text.count(text) >= 6

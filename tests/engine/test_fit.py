@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Final
 
 import pytest
 
 from deepinfer import fit
 from deepinfer.errors import ModelFileError, ModelTooLarge
-from deepinfer.fit import INDEX, Needs, available_memory, check_fit, judge, missing_files
+from deepinfer.fit import INDEX, available_memory, check_fit, judge, missing_files
+from deepinfer.inspection import Inspection, inspect_model
+from doubles.released_deepseek import v41_flash
 
-NEEDS = Needs(file_bytes=510_286_023_000, memory_bytes=61_000_000_000)
+NEEDED: Final = 4 * 8_299_036_784
+"""Bytes of V4.1-Flash's weights without experts, tables, drafts and vision, in float32."""
 
 
 def write_index(folder: Path, *shards: str) -> None:
@@ -42,40 +46,48 @@ def test_an_index_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
         missing_files(tmp_path)
 
 
-def test_what_is_missing_is_listed_with_both_figures() -> None:
+@pytest.fixture(scope="module")
+def flash(tmp_path_factory: pytest.TempPathFactory) -> Inspection:
+    folder = tmp_path_factory.mktemp("flash")
+    (folder / "config.json").write_text(json.dumps(v41_flash()))
+    return inspect_model(folder)
+
+
+def test_what_is_missing_is_listed_with_all_figures(flash: Inspection) -> None:
+    shards = [f"{index}.safetensors" for index in range(48)]
     with pytest.raises(ModelFileError) as caught:
-        judge("flash", NEEDS, [f"{index}.safetensors" for index in range(48)], 10_000_000_000, 24_000_000_000)
+        judge(Path("flash"), flash, 1, shards, 10_000_000_000, 24_000_000_000)
     assert str(caught.value) == (
         "flash: files are missing: 0.safetensors, 1.safetensors, 2.safetensors and 45 more; "
-        "10.0 GB of 510.3 GB are here; the model needs 61.0 GB of memory, "
-        "this machine can hold 24.0 GB, 37.0 GB too little"
+        "10.0 GB of 510.3 GB are here. It takes 33.2 GB of memory for its dense weights (float32), "
+        "beside 491.5 GB in mapped files; this machine can hold 24.0 GB, 9.2 GB too little"
     )
 
 
-def test_a_model_beyond_the_memory_is_refused_with_both_figures() -> None:
-    with pytest.raises(ModelTooLarge, match=r"^flash: .* 61\.0 GB of memory, .* hold 24\.0 GB, 37\.0 GB too") as caught:
-        judge("flash", NEEDS, [], 510_286_023_000, 24_000_000_000)
-    assert (caught.value.needed_bytes, caught.value.available_bytes) == (61_000_000_000, 24_000_000_000)
-    judge("flash", NEEDS, [], 510_286_023_000, 61_000_000_000)
-    judge("flash", NEEDS, [], 510_286_023_000, None)
+def test_a_model_beyond_the_memory_is_refused_with_both_figures(flash: Inspection) -> None:
+    with pytest.raises(ModelTooLarge, match=r"^flash: .* hold 24\.0 GB, \d+\.\d GB too little$") as caught:
+        judge(Path("flash"), flash, 1, [], flash.num_bytes, 24_000_000_000)
+    assert (caught.value.needed_bytes, caught.value.available_bytes) == (NEEDED, 24_000_000_000)
+    judge(Path("flash"), flash, 1, [], flash.num_bytes, NEEDED)
+    judge(Path("flash"), flash, 1, [], flash.num_bytes, None)
+    with pytest.raises(ModelTooLarge):
+        judge(Path("flash"), flash, 2, [], flash.num_bytes, 2 * NEEDED - 1)
 
 
-def test_a_small_model_is_not_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def look_into(folder: Path) -> Needs:
+def test_a_small_model_is_not_looked_into(flash: Inspection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look_into(folder: Path) -> Inspection:
         looked_into.append(folder)
-        return NEEDS
+        return flash
 
     looked_into: list[Path] = []
-    monkeypatch.setattr(fit, "read_needs", look_into)
-    monkeypatch.setattr(fit, "available_memory", lambda: 16_000)
+    monkeypatch.setattr(fit, "inspect_model", look_into)
+    monkeypatch.setattr(fit, "available_memory", lambda: 8_000)
     (tmp_path / "model.safetensors").write_bytes(bytes(1000))
-    check_fit(tmp_path)
-    assert not looked_into
-    (tmp_path / "model.safetensors").write_bytes(bytes(1001))
-    check_fit(tmp_path, counts_memory=False)
+    check_fit(tmp_path, 2)
+    check_fit(tmp_path, 3, counts_memory=False)
     assert not looked_into
     with pytest.raises(ModelTooLarge):
-        check_fit(tmp_path)
+        check_fit(tmp_path, 3)
     assert looked_into == [tmp_path]
 
 

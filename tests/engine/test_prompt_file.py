@@ -27,6 +27,13 @@ def test_the_three_kinds_of_prompts_are_read(tmp_path: Path) -> None:
     assert isinstance(chat, PromptLine) and (chat.prompt, chat.messages) == (None, messages)
 
 
+def test_what_a_line_says_of_its_chat_is_kept(tmp_path: Path) -> None:
+    said = {"thinking": False, "reasoning_effort": "low", "tools": [{"type": "function"}], "tool_choice": "auto"}
+    plain, chat = read(tmp_path, {"prompt": "a"}, {"messages": [{"role": "user", "content": "Hello"}], **said})
+    assert isinstance(plain, PromptLine) and plain.chat == {}
+    assert isinstance(chat, PromptLine) and chat.chat == said
+
+
 def test_a_line_s_own_parameters_beat_the_defaults(tmp_path: Path) -> None:
     plain, own = read(tmp_path, {"prompt": "a"}, {"prompt": "a", "params": {"max_tokens": 9, "n": 2}}, max_tokens=5)
     assert isinstance(plain, PromptLine) and plain.params == SamplingParams(max_tokens=5)
@@ -54,6 +61,8 @@ def test_empty_lines_count_and_are_passed_over(tmp_path: Path) -> None:
         ("{}", "prompt: exactly one of prompt, prompt_token_ids and messages is expected"),
         ('{"prompt": "a", "messages": []}', "prompt: exactly one"),
         ('{"messages": [{"role": "user"}]}', "messages[0].content: expected a string"),
+        ('{"prompt": "a", "thinking": true}', "thinking: it says how messages become a prompt"),
+        ('{"prompt": "a", "thinking": "yes"}', "thinking: Expected `bool | null`, got `str`"),
         ('{"prompt": "a", "parms": {}}', "parms: there is no such field"),
         ('{"prompt": "a", "params": {"temprature": 1}}', "temprature: there is no such field"),
         ('{"prompt": "a", "params": {"temperature": "hot"}}', "temperature: Expected `float`, got `str`"),

@@ -250,6 +250,6 @@ def test_every_schedule_gives_the_same_tokens_at_length(part: int) -> None:
 @pytest.mark.parametrize("part", range(16))
 def test_every_schedule_keeps_the_state_of_slots_at_length(part: int) -> None:
     for index, case in enumerate(WINDOWED[part::16]):
-        for seed in range(40):
+        for seed in range(15):
             check(case, seed=4_000_000 + 1000 * index + seed)
             check_bounded(case, seed=5_000_000 + 1000 * index + seed)

@@ -280,7 +280,7 @@ def spoiled() -> dict[str, Refused]:
         "ready without vocabulary": Refused(READY, (3,), 0),
         "ready with negative bytes a token": Refused(READY, (10,), -1.0),
         "ready with bytes a token that are no number": Refused(READY, (10,), float("nan")),
-        "ready with bounds of a replay that fall": Refused(READY, (11,), 5, "5 replay tokens where bounded, 0"),
+        "ready with a negative replay": Refused(READY, (11,), -1),
         "version too long": Refused(Hello("", 7, 0, 1), (1,), "v" * 257),
         "version as bytes": Refused(Hello("", 7, 0, 1), (1,), b"0.1.0"),
         "fault text too long": Refused(Fault(7, 0, "internal", ""), (4,), "t" * 4097),

@@ -166,7 +166,6 @@ def masks(draw: st.DrawFn) -> MaskBatch:
 
 @st.composite
 def readies(draw: st.DrawFn) -> Ready:
-    low, high = sorted((draw(upto(MAX_LENGTH)), draw(upto(MAX_LENGTH))))
     return Ready(
         epoch=draw(int64),
         rank=draw(rank),
@@ -178,8 +177,8 @@ def readies(draw: st.DrawFn) -> Ready:
         block_bytes=draw(int64),
         slot_bytes=draw(int64),
         global_bytes_per_token=draw(st.floats(0, INT32_MAX)),
-        bounded_replay_tokens=low,
-        exact_replay_tokens=high,
+        bounded_replay_tokens=draw(upto(MAX_LENGTH)),
+        exact_replay_tokens=draw(upto(MAX_LENGTH)),
         weights_version=draw(short_text),
         device=draw(short_text),
     )

@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 from deepinfer_kernels import select_ops
 from deepinfer_workers.checkpoint import Checkpoint
 from deepinfer_workers.gguf_file import GGUFFile
+from deepinfer_workers.models.model import ModelOptions
 from deepinfer_workers.models.registry import load_model, open_checkpoint
 from deepinfer_workers.runner import WorkerFault
 from deepinfer_workers.safetensors_folder import SafetensorsFolder
@@ -76,7 +77,7 @@ def write_gguf(
 
 def load(path: Path) -> Checkpoint:
     checkpoint = open_checkpoint(path)
-    load_model(checkpoint, select_ops("cpu", batch_invariant=True), 0, lambda done, total: None)
+    load_model(checkpoint, select_ops("cpu", batch_invariant=True), ModelOptions(), lambda done, total: None)
     return checkpoint
 
 

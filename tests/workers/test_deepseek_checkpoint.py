@@ -12,17 +12,23 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from deepinfer_kernels import dequantize_fp4, dequantize_fp8_blocks, dequantize_fp8_rows
 from deepinfer_workers.models.deepseek.config import DeepseekConfig
 from deepinfer_workers.models.deepseek.generator import write_checkpoint
+from deepinfer_workers.models.deepseek.random_tensors import DRAWN, RandomTensors
 from deepinfer_workers.models.deepseek.rank_tensors import RankTensors, check_tensors, experts_of_rank
 from deepinfer_workers.models.deepseek.tensors import expected_tensors
 from deepinfer_workers.runner import WorkerFault
+from deepinfer_workers.safetensors_file import SafetensorsFile
 from deepinfer_workers.safetensors_folder import INDEX, SafetensorsFolder
 from deepinfer_workers.safetensors_writer import header_bytes
+from doubles.released_deepseek import v41_flash
 from doubles.tiny_deepseek import tiny_v4, tiny_v41, with_vision
 
 Json = dict[str, Any]
@@ -108,6 +114,17 @@ def test_stored_matrices_keep_the_length_of_their_input(written: Path) -> None:
         assert values.pow(2).sum(-1).mean().item() == pytest.approx(1.0, abs=0.1), name
 
 
+def test_a_large_matrix_has_as_many_different_rows() -> None:
+    config = DeepseekConfig.read(v41_flash(), "config.json")
+    tensors = RandomTensors(config, expected_tensors(config), seed=0)
+    for name in ("layers.7.ffn.experts.383.w1", "layers.7.attn.wq_b"):
+        (_, codes), (_, scales) = tensors.parts(f"{name}.weight")
+        is_fp4 = codes.dtype == torch.int8
+        values = dequantize_fp4(codes, scales) if is_fp4 else dequantize_fp8_blocks(codes, scales, 32)
+        assert values.numel() > DRAWN and len(values[:, :64].unique(dim=0)) == len(values)
+        assert values.pow(2).sum(-1).mean().item() == pytest.approx(1.0, abs=0.1), name
+
+
 def test_a_token_is_never_sent_to_an_expert_twice(tmp_path: Path) -> None:
     config = write_checkpoint(tiny_v4(), tmp_path)
     table = SafetensorsFolder(tmp_path).stored("layers.1.ffn.gate.tid2eid")
@@ -116,7 +133,7 @@ def test_a_token_is_never_sent_to_an_expert_twice(tmp_path: Path) -> None:
 
 
 def test_a_sparse_table_reads_as_zeros_and_takes_no_room(tmp_path: Path) -> None:
-    rows = (1 << 20) + 7
+    rows = (1 << 33) + 7  # 275 GB
     config = tiny_v41(engram_num_embeddings=[420, rows])
     write_checkpoint(config, tmp_path, engram_tables="sparse")
     opened = open_checked(tmp_path)
@@ -125,6 +142,24 @@ def test_a_sparse_table_reads_as_zeros_and_takes_no_room(tmp_path: Path) -> None
     assert opened.stored("layers.1.attn.wkv.weight").view(torch.uint8).any()
     files = [path.stat() for path in tmp_path.glob("*.safetensors")]
     assert sum(file.st_blocks * 512 for file in files) < sum(file.st_size for file in files) - rows * 32
+
+
+@pytest.mark.parametrize("family", [tiny_v41, tiny_v4])
+def test_what_is_not_quantised_may_be_of_either_width(tmp_path: Path, family: Callable[..., Json]) -> None:
+    write_checkpoint(family(is_quantized=False), tmp_path / "written")
+    opened = SafetensorsFolder(tmp_path / "written")
+    shutil.copytree(tmp_path / "written", tmp_path / "wide", ignore=shutil.ignore_patterns("model*"))
+    wide = {name: opened.stored(name) for name in opened.tensors}
+    wide = {name: value.float() if value.is_floating_point() else value for name, value in wide.items()}
+    save_file(wide, tmp_path / "wide/model.safetensors")
+    widths = [
+        sum(info.num_bytes for info in folder.tensors.values()) for folder in (opened, open_checked(tmp_path / "wide"))
+    ]
+    assert widths[0] < widths[1]
+    name = "layers.1.attn.wkv.weight"
+    save_file(wide | {name: wide[name].half()}, tmp_path / "wide/model.safetensors")
+    with pytest.raises(WorkerFault, match=rf"tensor {name}: BF16 or F32 of shape \(64, 128\) .* F16 of shape"):
+        open_checked(tmp_path / "wide")
 
 
 # What a rank takes
@@ -351,6 +386,12 @@ def missing_scale(damage: Damage) -> list[str]:
     return [f"tensor {SCALE}: F8_E8M0 of shape (2, 4) was expected and is missing"]
 
 
+def missing_index(damage: Damage) -> list[str]:
+    (damage.folder / INDEX).unlink()
+    num_files = len(set(damage.shard_of.values()))
+    return [f"model: model.safetensors or {INDEX} was expected, {num_files} other .safetensors files came"]
+
+
 def missing_shard(damage: Damage) -> list[str]:
     damage.path(NORM).unlink()
     return [f"{damage.shard_of[NORM]}: no readable safetensors file: No such file", first_of(damage, NORM)]
@@ -483,8 +524,9 @@ def config_without_quantisation(damage: Damage) -> list[str]:
     "spoil",
     [
         rename, truncate, truncate_in_the_middle, lengthen, add, add_beside_the_index, wrong_scale_shape, wrong_shape,
-        wrong_dtype, unpacked_expert, unknown_dtype, missing_scale, missing_shard, index_names_what_is_not_there,
-        index_names_another_file, index_names_a_file_elsewhere, index_is_wrong_about_the_size, in_two_files,
+        wrong_dtype, unpacked_expert, unknown_dtype, missing_scale, missing_index, missing_shard,
+        index_names_what_is_not_there, index_names_another_file, index_names_a_file_elsewhere,
+        index_is_wrong_about_the_size, in_two_files,
         twice_in_a_header, overlap, gap, offsets_contradict_the_shape, negative_shape, entry_without_offsets,
         header_of_garbage, oversize_header, empty_file, config_of_more_experts, config_of_another_width,
         config_of_fewer_layers, config_of_another_source, config_without_quantisation,
@@ -505,6 +547,30 @@ def test_a_damaged_checkpoint_is_refused_by_tensor_with_what_was_expected_and_wh
 
 
 # The file's own rules
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_header_with_any_byte_changed_is_refused_or_still_says_what_lies_where(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    fields = {
+        "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+        "b": {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]},
+    }
+    content = bytearray(header_bytes(fields) + bytes(32))
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, len(content) - 33))] = data.draw(st.integers(0, 255))
+    path = tmp_path_factory.getbasetemp() / "any.safetensors"
+    path.write_bytes(content)
+    try:
+        file = SafetensorsFile(path)
+    except WorkerFault as fault:
+        assert fault.code in ("model_file", "unsupported_model") and "any.safetensors" in str(fault)
+    else:
+        assert sum(entry.info.num_bytes for entry in file.tensors.values()) == 32
+        for name in file.tensors:
+            assert file.view(name).shape == file.tensors[name].info.shape
 
 
 def test_a_tensor_on_an_odd_byte_is_read(tmp_path: Path) -> None:

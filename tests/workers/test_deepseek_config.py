@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from deepinfer_workers.config_file import config_architecture
 from deepinfer_workers.models.deepseek.config import DeepseekConfig
 from deepinfer_workers.models.deepseek.tensors import GROUPS, expected_tensors
 from deepinfer_workers.runner import WorkerFault
@@ -176,8 +177,19 @@ def test_a_v4_config_that_does_not_fit_is_refused(changes: Json, words: str) -> 
         read(tiny_v4(**changes))
 
 
-def test_an_image_encoder_must_fit_its_heads() -> None:
+def test_an_image_encoder_is_checked_too() -> None:
     config = with_vision(tiny_v41())
-    config["vision_config"]["num_attention_heads"] = 3
+    vision = config["vision_config"]
+    config["vision_config"] = vision | {"num_attention_heads": 3}
     with pytest.raises(WorkerFault, match=r"vision_config: hidden_size: .* 3 heads .* 64 came"):
         read(config)
+    config["vision_config"] = vision | {"num_register_tokens": 4}
+    with pytest.raises(WorkerFault, match=r"vision_config: num_register_tokens = 4 is not understood"):
+        read(config)
+    config["vision_config"] = vision | {"num_hidden_layers": 0}
+    assert read(config).vision is None
+
+
+def test_every_way_of_writing_names_the_architecture() -> None:
+    assert config_architecture(v41_flash()) == config_architecture(v41_flash_flat()) == "hf:DeepseekV41ForCausalLM"
+    assert config_architecture(v4_flash_0731()) == "hf:DeepseekV4ForCausalLM"

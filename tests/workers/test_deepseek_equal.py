@@ -83,8 +83,8 @@ def test_any_pieces_in_any_company(sequences: Sequences, data: st.DataObject) ->
         pieces = [(slot, _piece(data, lengths[slot] - sequences.lengths[slot])) for slot in sorted(chosen)]
         for (slot, _), logits in zip(pieces, sequences.run(*pieces), strict=True):
             found[slot].append(logits)
-    for logits, full in zip(found, expected, strict=True):
-        assert torch.equal(torch.cat(logits), full)
+    for parts, full in zip(found, expected, strict=True):
+        assert torch.equal(torch.cat(parts), full)
 
 
 def _piece(data: st.DataObject, left: int) -> int:
@@ -173,7 +173,32 @@ def test_rounding_matters(folders: Folders, v41: Sequences) -> None:
     """Each of the two switches changes something, or the tests above compare nothing."""
     tokens = tokens_of(60, seed=51)
     full = v41.full(0, tokens)
-    for changes in ({"quantizes_activations": False}, {"quantizes_caches": False}):
-        changed = Sequences(folders["v4.1"], EXACT._replace(**changes)).full(0, tokens)
+    for options in (EXACT._replace(quantizes_activations=False), EXACT._replace(quantizes_caches=False)):
+        changed = Sequences(folders["v4.1"], options).full(0, tokens)
         assert not torch.equal(changed, full)
         assert (changed - full).abs().mean() < full.std() / 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gpu_is_near(folders: Folders, family: str, dtype: str) -> None:
+    """Plain torch there: the same numbers within what the arithmetic gives."""
+    _, options, max_len = FAMILIES[family]
+    plain = PLAIN._replace(block_size=options.block_size)
+    tokens = tokens_of(max_len * 3 // 5, seed=60)
+    expected = Sequences(folders[family], plain, max_len=max_len).full(0, tokens)
+    sequences = Sequences(folders[family], plain, max_len=max_len, accelerator="nvidia", dtype=dtype)
+    sequences.start(1, tokens)
+    found = torch.cat([sequences.run((1, count))[0] for count in (50, 1, len(tokens) - 51)])
+    error = (found - expected).abs().mean() / expected.std()
+    assert error < {"float32": 1e-5, "bfloat16": 0.2}[dtype]
+
+
+@pytest.mark.gpu
+def test_a_gpu_streams_with_everything_rounded(folders: Folders) -> None:
+    tokens = tokens_of(120, seed=61)
+    full = Sequences(folders["v4.1"]).full(0, tokens)
+    found = Sequences(folders["v4.1"], accelerator="nvidia").full(0, tokens)
+    agreement = (found.argmax(-1) == full.argmax(-1)).double().mean()
+    assert agreement > 0.8  # codes flip where a sum is rounded otherwise

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from deepinfer_workers.models.deepseek.block import Streams
+from deepinfer_workers.models.deepseek.generator import write_checkpoint
 from doubles.deepseek_probe import Passed, Probe
 from doubles.hf_v4 import HfV4
-from doubles.nemo_v41 import Layer, NemoV41, Trace, random_ids
+from doubles.nemo_v41 import IMAGE_TOKEN, Layer, NemoV41, Trace, random_ids, write_words
 
 ATOL: Final = 1e-4
 TIE: Final = 2e-6
@@ -27,6 +28,13 @@ SOME_ROWS: Final[dict[str, Any]] = {"index_topk": 8, "candidate_topk_blocks": 4}
 ALL_ROWS: Final[dict[str, Any]] = {"index_topk": 512, "candidate_topk_blocks": 128}
 LENGTHS_V41: Final = (96, 1, 2, 17, 40, 150, 3, 331)
 LENGTHS_V4: Final = (300, 1, 3, 129, 4, 128, 7, 256, 40, 450)
+QUANTIZATION: Final = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [32, 32],
+    "scale_fmt": "ue8m0",
+    "expert_dtype": "fp4",
+}
 NUM_SEEDS: Final = 24
 FIRST_SEED_V4: Final = 100
 
@@ -126,6 +134,35 @@ def test_v41_computes_what_the_oracle_does(seed: int, probe: Callable[..., Probe
         assert_close(ours.after.shares, theirs.shares, f"mix behind layer {layer}")
         assert torch.equal(chosen(ours), chosen_by(expected.layers[layer])), f"rows chosen for layer {layer}"
     assert_close(logits, expected.logits, "logits")
+
+
+def test_v41_treats_image_tokens_as_the_oracle_does(probe: Callable[..., Probe]) -> None:
+    """Another bias of the gates, no Engram, and no n-gram across them."""
+    oracle, ids = NemoV41(50, sees_images=True, **SOME_ROWS), random_ids(70, 50)
+    ids[5:17], ids[40] = [IMAGE_TOKEN] * 12, IMAGE_TOKEN
+    expected = oracle.trace(ids)
+    leave_out_ties(expected.margin)
+    logits, _ = probe(oracle).run(ids)
+    assert_close(logits, expected.logits, "logits")
+    for layer in oracle.model.model.layers.values():
+        layer.ffn.gate.bias_vl.zero_()
+    assert (oracle.trace(ids).logits - logits).abs().max() > 100 * ATOL
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_v41_reads_the_released_format_as_the_oracle_does(seed: int, tmp_path: Path) -> None:
+    """FP8 in squares and in rows, two FP4 in a byte, BF16: weights of the generator, expanded by both."""
+    oracle, ids = NemoV41(**SOME_ROWS), random_ids(80, seed)
+    write_checkpoint(oracle.config | {"quantization_config": QUANTIZATION}, tmp_path, seed=seed)
+    write_words(tmp_path)
+    oracle.read(tmp_path)
+    expected = oracle.trace(ids)
+    leave_out_ties(expected.margin)
+    probe = Probe(tmp_path)
+    logits, _ = probe.run(ids)
+    probe.close()
+    assert_close(logits, expected.logits, "logits")
+    assert expected.logits.std() > 100 * ATOL
 
 
 @pytest.mark.parametrize("seed", seeds(6))

@@ -58,7 +58,7 @@ def _make_runner(config: WorkerConfig) -> Runner[Any]:
     try:
         from deepinfer_workers.model_runner import ModelRunner
     except ModuleNotFoundError as error:
-        if error.name not in ("torch", "safetensors", "gguf", "numpy"):
+        if error.name not in ("torch", "gguf", "numpy"):
             raise
         raise WorkerFault(
             "unsupported_model", f"{error.name} is not installed: pip install 'deepinfer-runtime[worker]'"

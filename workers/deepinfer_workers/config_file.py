@@ -21,7 +21,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def config_architecture(config: Mapping[str, Any]) -> str:
-    """As `Checkpoint.architecture` has it."""
+    """As `Checkpoint.architecture` has it. The file beside V4.1's official inference code names none."""
+    if "architectures" not in config and "kv_source_layers" in config:
+        return "hf:DeepseekV41ForCausalLM"
     names = config.get("architectures")
     return f"hf:{names[0] if isinstance(names, list) and names else names}"
 

@@ -182,7 +182,7 @@ class FakeRunner:
             slot_bytes=0,
             global_bytes_per_token=0.0,
             bounded_replay_tokens=config.fake_replay_tokens,
-            exact_replay_tokens=max(config.fake_replay_tokens, _LAYERS * (config.fake_replay_tokens - 1)),
+            exact_replay_tokens=_LAYERS * max(config.fake_replay_tokens - 1, 0),
             weights_version="fake",
             device="none",
         )

@@ -229,7 +229,7 @@ class ModelRunner:
             block_size=config.block_size,
             block_bytes=needs.block_bytes,
             slot_bytes=needs.slot_bytes + slot_bytes(self._limits.max_len, config.block_size),
-            global_bytes_per_token=round(needs.token_bytes),
+            global_bytes_per_token=needs.token_bytes,
             bounded_replay_tokens=needs.bounded_replay,
             exact_replay_tokens=needs.exact_replay,
             weights_version=checkpoint.version,

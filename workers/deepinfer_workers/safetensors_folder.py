@@ -29,7 +29,7 @@ _FLOATS: Final = frozenset({"F32", "F16", "BF16"})
 
 def has_weights(path: Path) -> bool:
     """Whether there is more in the folder than its config.json."""
-    return (path / INDEX).is_file() or (path / SINGLE).is_file()
+    return (path / INDEX).is_file() or any(path.glob("*.safetensors"))
 
 
 class SafetensorsFolder:
@@ -91,6 +91,11 @@ class SafetensorsFolder:
     def _read_index(self, path: Path) -> dict[str, str]:
         """Tensor -> file; empty without an index."""
         if not (path / INDEX).is_file():
+            if not (path / SINGLE).is_file():
+                num_files = len(list(path.glob("*.safetensors")))
+                raise bad_file(
+                    self.name, f"{SINGLE} or {INDEX} was expected, {num_files} other .safetensors files came"
+                )
             return {}
         index = read_json(path / INDEX, MAX_INDEX_BYTES)
         weight_map = index.get("weight_map")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deepinfer_kernels import rms_norm
 from deepinfer_workers.models.deepseek.caches import PagedRows, Rings
 from deepinfer_workers.models.deepseek.compressor import Compressor
 from deepinfer_workers.models.deepseek.formats import CacheFormats
@@ -39,7 +40,6 @@ class RowSource:
         config = weights.config
         ratio = config.ratios[layer]
         self._table = table
-        self._rms_norm, self._eps = weights.ops.rms_norm, config.rms_eps
         self.compressor = Compressor(weights, f"{name}.compressor", config.head_dim, ratio)
         self.index_compressor: Compressor | None = None
         self._makes_keys = layer in config.index_sources
@@ -57,7 +57,7 @@ class RowSource:
         if self.index_compressor is not None:
             self._complete(self.index_compressor, x, positions, rows.pending_index, rows.index)
         elif len(latent):  # else no group is complete
-            keys = self._rms_norm(self._wk(latent), self._key_norm, self._eps)
+            keys = self._key_norm(self._wk(latent))
             self._store(keys, self.compressor, positions, rows.pending, rows.index)
 
     def _complete(
@@ -90,9 +90,8 @@ class Attention:
     def __init__(
         self, weights: DeepseekWeights, name: str, layer: int, table: RopeTable, formats: CacheFormats
     ) -> None:
-        config, ops = weights.config, weights.ops
+        config = weights.config
         self._config = config
-        self._rms_norm = ops.rms_norm
         self._table = table
         self._window_format = formats.window
         self._wq_a, self._wq_b = weights.linear(f"{name}.wq_a"), weights.linear(f"{name}.wq_b")
@@ -116,11 +115,11 @@ class Attention:
         """`x` [T, C]: [T, C]. The step's compressed rows have been written."""
         config = self._config
         turns = self._table.at(positions.positions)
-        latent = self._rms_norm(self._wq_a(x), self._q_norm, config.rms_eps)
+        latent = self._q_norm(self._wq_a(x))
         queries = self._wq_b(latent).unflatten(1, (config.num_heads, config.head_dim))  # [T, H, D]
         if self._head_norm is not None:
-            queries = self._rms_norm(queries, self._head_norm, config.rms_eps)
-        keys = self._rms_norm(self._wkv(x), self._kv_norm, config.rms_eps)  # [T, D]
+            queries = rms_norm(queries, self._head_norm, config.rms_eps)
+        keys = self._kv_norm(self._wkv(x))  # [T, D]
         keys = turn(keys[:, None], turns)[:, 0]
         if self._indexer is not None:
             state.choice = self._choose(self._indexer, latent, x, positions, state)

@@ -42,7 +42,6 @@ class Block:
     ) -> None:
         name = f"layers.{layer}"
         self._reads_ahead = weights.config.family == "v4.1"
-        self._rms_norm, self._eps = weights.ops.rms_norm, weights.config.rms_eps
         self._attention_mixes = HyperConnection(weights, f"{name}.hc_attn")
         self._ffn_mixes = HyperConnection(weights, f"{name}.hc_ffn")
         self._attention_norm = weights.norm(f"{name}.attn_norm")
@@ -68,8 +67,8 @@ class Block:
         values = expand(out, streams.values, mixes)
         ffn_mixes = self._ffn_mixes.mixes(values)
         shares = mixes.collapse if self._reads_ahead else ffn_mixes.collapse
-        x = self._rms_norm(collapse(shares, values), self._ffn_norm, self._eps)
+        x = self._ffn_norm(collapse(shares, values))
         return Streams(expand(self._moe(x, positions.tokens), values, ffn_mixes), ffn_mixes.collapse)
 
     def _attention_input(self, shares: Tensor, streams: Streams) -> Tensor:
-        return self._rms_norm(collapse(shares, streams.values), self._attention_norm, self._eps)
+        return self._attention_norm(collapse(shares, streams.values))

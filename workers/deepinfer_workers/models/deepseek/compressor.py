@@ -40,7 +40,6 @@ class Compressor:
         self._has_position_bias = weights.config.family == "v4"
         self._wkv = weights.plain_linear(f"{name}.wkv.weight")
         self._norm = weights.norm(f"{name}.norm")
-        self._eps, self._rms_norm = weights.config.rms_eps, weights.ops.rms_norm
         if ratio > 1:
             self._wgate = weights.plain_linear(f"{name}.wgate.weight")
         if self._has_position_bias:
@@ -65,7 +64,7 @@ class Compressor:
             gates = gates.masked_fill(is_missing[..., None], -torch.inf)
             weights = (gates - gates.amax(1, keepdim=True)).exp()
             pooled = _add_up(weights / _add_up(weights)[:, None] * values)
-        return self._rms_norm(pooled, self._norm, self._eps)
+        return self._norm(pooled)
 
     def _of_groups(self, parts: Tensor) -> Tensor:
         """[G, L, D]: where groups overlap, the first series of the group before and the second of the group itself."""

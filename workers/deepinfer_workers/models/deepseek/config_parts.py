@@ -21,6 +21,9 @@ _ENGRAM_KEYS: Final = (
     "engram_layer_ids", "engram_num_embeddings", "engram_max_ngram_size", "engram_vocab_size", "engram_n_heads",
     "engram_head_dim", "engram_pad_token_id", "engram_compressed_vocab_size",
 )  # fmt: skip
+_VISION_KEYS: Final = (
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "patch_size", "downsample_ratio",
+)  # fmt: skip
 
 
 def read_yarn(fields: Fields) -> Yarn:
@@ -85,7 +88,10 @@ def read_drafts(
 
 def read_vision(fields: Fields | None) -> VisionConfig | None:
     """None without an encoder, or with one of no layers."""
-    if fields is None or not fields.size("num_hidden_layers", 0, low=0, high=MAX_LAYERS):
+    if fields is None:
+        return None
+    fields.know(*_VISION_KEYS)
+    if not fields.size("num_hidden_layers", 0, low=0, high=MAX_LAYERS):
         return None
     vision = VisionConfig(
         num_layers=fields.size("num_hidden_layers"),

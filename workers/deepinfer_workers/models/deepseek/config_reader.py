@@ -157,8 +157,9 @@ class _Reader:
             num_mtp_layers=0 if dspark is not None else num_stages,
         )
         self._check(config)
-        for fields in (self._text, self._root):
-            fields.refuse_others(_IGNORED)
+        for fields in (self._text, self._root, None if self._is_official else self._vision):
+            if fields is not None:
+                fields.refuse_others(_IGNORED)
         return config
 
     def _refuse_variants(self) -> None:

@@ -161,7 +161,7 @@ class Deepseek:
         self.counts.head += len(hidden)
         if not len(hidden):  # prompts that are not complete yet
             return hidden.new_empty(0, self.vocab_size, dtype=torch.float32)
-        return self._ops.project(hidden, self._head)
+        return self._ops.project(hidden.to(self._ops.dtype), self._head)
 
     def _positions(self, step: Step) -> StepPositions:
         """Those of the step without its padding."""
@@ -193,7 +193,7 @@ class Deepseek:
             last = (
                 collapse(streams.shares, streams.values) if self._collapse is None else self._collapse(streams.values)
             )
-            hidden.index_copy_(0, kept, self._ops.rms_norm(last, self._norm, self.config.rms_eps))
+            hidden.index_copy_(0, kept, self._norm(last))
         return hidden
 
     def _rope_tables(self) -> dict[bool, RopeTable]:

@@ -11,9 +11,10 @@ from typing import Final
 
 from torch import Tensor
 
-from deepinfer_workers.checkpoint import bad_file, unsupported
+from deepinfer_workers.checkpoint import bad_file
 from deepinfer_workers.models.deepseek.config import DeepseekConfig
 from deepinfer_workers.models.deepseek.tensors import DRAFT_GROUPS, TensorSpec, expected_tensors
+from deepinfer_workers.runner import WorkerFault
 from deepinfer_workers.safetensors_folder import INDEX, SafetensorsFolder
 
 MAPPED_GROUPS: Final = frozenset({"engram table", "routed experts"})
@@ -23,9 +24,9 @@ MAPPED_GROUPS: Final = frozenset({"engram table", "routed experts"})
 def experts_of_rank(num_experts: int, num_ranks: int, rank: int) -> range:
     """The routed experts of one of `num_ranks` expert-parallel ranks. Raises `WorkerFault`."""
     if num_ranks < 1 or num_experts % num_ranks:
-        raise unsupported("ep", f"a divisor of {num_experts} experts was expected, {num_ranks} came")
+        raise WorkerFault("setting", f"ep: a divisor of {num_experts} experts was expected, {num_ranks} came")
     if not 0 <= rank < num_ranks:
-        raise unsupported("ep", f"a rank below {num_ranks} was expected, {rank} came")
+        raise WorkerFault("setting", f"ep: a rank below {num_ranks} was expected, {rank} came")
     share = num_experts // num_ranks
     return range(rank * share, (rank + 1) * share)
 

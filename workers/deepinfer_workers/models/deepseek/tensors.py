@@ -14,10 +14,8 @@ from math import prod
 from typing import Final, NamedTuple
 
 from deepinfer_workers.models.deepseek.config import DeepseekConfig, EngramConfig, VisionConfig
+from deepinfer_workers.safetensors_file import DTYPES
 
-ITEM_BYTES: Final = {
-    "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8,
-}  # fmt: skip
 SCALE_GROUP: Final = 32
 """Columns of a row that share a scale, in FP4 weights and Engram tables."""
 GROUPS: Final = (
@@ -49,7 +47,7 @@ class TensorSpec(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """In the first of `dtypes`."""
-        return prod(self.shape) * ITEM_BYTES[self.dtypes[0]]
+        return prod(self.shape) * DTYPES[self.dtypes[0]].itemsize
 
 
 def expected_tensors(config: DeepseekConfig) -> dict[str, TensorSpec]:

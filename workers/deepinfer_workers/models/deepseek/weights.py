@@ -12,12 +12,21 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from deepinfer_kernels import LinearWeight, Ops, dequantize_fp4, dequantize_fp8_blocks, fake_quantize_activation
+from deepinfer_kernels import (
+    LinearWeight,
+    Ops,
+    dequantize_fp4,
+    dequantize_fp8_blocks,
+    fake_quantize_activation,
+    rms_norm,
+)
 from deepinfer_workers.models.deepseek.config import DeepseekConfig
 from deepinfer_workers.models.deepseek.rank_tensors import RankTensors
 
 Linear = Callable[[Tensor], Tensor]
-"""[T, in] to [T, out]."""
+"""[T, in] to [T, out], float32."""
+Norm = Callable[[Tensor], Tensor]
+"""[T, C] to [T, C]."""
 _FP8: Final = torch.float8_e4m3fn
 
 
@@ -48,8 +57,10 @@ class DeepseekWeights:
         self.tensors.release(name)
         return values
 
-    def norm(self, name: str) -> Tensor:
-        return self.plain(f"{name}.weight")
+    def norm(self, name: str) -> Norm:
+        """By the root mean square, in float32 whatever products are computed in."""
+        weight, eps = self.plain(f"{name}.weight"), self.config.rms_eps
+        return lambda x: rms_norm(x, weight, eps)
 
     def plain_linear(self, name: str) -> Linear:
         """A float32 product whose weight `name` is stored in F32 or BF16."""
@@ -68,10 +79,14 @@ class DeepseekWeights:
 
     def product(self, weight: Tensor, *, quantizes: bool) -> Linear:
         """A product with `weight` [out, in] float32, whose input is rounded to FP8 before if asked."""
-        packed = self.ops.pack_linear(weight)
-        if not (quantizes and self._quantizes_activations):
-            return lambda x: self.ops.linear(x, packed)
-        return lambda x: self.ops.linear(fake_quantize_activation(x), packed)
+        packed, dtype = self.ops.pack_linear(weight), self.ops.dtype
+        rounds = quantizes and self._quantizes_activations
+
+        def run(x: Tensor) -> Tensor:
+            x = fake_quantize_activation(x) if rounds else x
+            return self.ops.linear(x.to(dtype), packed).to(torch.float32)
+
+        return run
 
     def matrix(self, name: str) -> tuple[Tensor, bool]:
         """`name`.weight [out, in] in float32, and whether it is stored quantised."""

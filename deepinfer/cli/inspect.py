@@ -1,0 +1,80 @@
+"""`deepinfer inspect`: what a checkpoint holds, and the memory that its ranks need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from deepinfer.cli.common import in_words
+from deepinfer.inspection import Inspection, RankMemory, inspect_model
+
+_FILES = {"none": "a config alone", "match": "files match the config", "differ": "files do not match the config"}
+
+
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="A folder with config.json, or such a file.")],
+    ep: Annotated[int, typer.Option(help="Ranks that hold the routed experts together.")] = 1,
+    dp: Annotated[int, typer.Option(help="Groups of ranks that serve requests of their own.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Tensors and bytes of a DeepSeek checkpoint, or of one that a config describes, and the memory of every rank."""
+    with in_words("inspect"):
+        found = inspect_model(path, num_ep=ep, num_dp=dp)
+        if as_json:
+            typer.echo(msgspec.json.encode(found).decode())
+        else:
+            _show(found, Console())
+        found.check()
+
+
+def _show(found: Inspection, console: Console) -> None:
+    kind = "FP8 and FP4" if found.is_quantized else "not quantised"
+    title = f"{found.name}: DeepSeek {found.family.upper()}, {kind}, {_FILES[found.files]}"
+    console.print(escape(title), soft_wrap=True)
+    console.print(_inventory(found))
+    console.print(_memory(found))
+    for line in _beside(found):
+        console.print(line, soft_wrap=True)
+
+
+def _inventory(found: Inspection) -> Table:
+    table = Table(show_footer=True)
+    table.add_column("part", "all")
+    table.add_column("tensors", f"{found.num_tensors:,}", justify="right")
+    table.add_column("bytes", f"{found.num_bytes:,}", justify="right")
+    for group in found.groups:
+        table.add_row(group.name, f"{group.num_tensors:,}", f"{group.num_bytes:,}")
+    return table
+
+
+def _memory(found: Inspection) -> Table:
+    table = Table(title="Bytes of weights by rank", title_justify="left")
+    for column in ("rank", "group", "experts", "dense", "routed experts", "together", "drafts", "vision"):
+        table.add_column(column, justify="right")
+    for rank in found.ranks:
+        table.add_row(*_cells(rank))
+    return table
+
+
+def _beside(found: Inspection) -> Iterator[str]:
+    """What else takes memory, a line each."""
+    shared = found.shared
+    with_drafts = shared.slot_bytes + shared.draft_slot_bytes
+    drafts = f" (with drafts {with_drafts:,})" if shared.draft_slot_bytes else ""
+    yield f"and for every token {shared.token_bytes:,.0f} bytes, for every request {shared.slot_bytes:,}{drafts}"
+    if shared.table_bytes:
+        yield f"n-gram tables, {shared.table_bytes:,} bytes, stay in mapped files, once a host"
+
+
+def _cells(rank: RankMemory) -> list[str]:
+    first, end = rank.experts
+    more = [f"+ {num_bytes:,}" if num_bytes else "-" for num_bytes in (rank.draft_bytes, rank.vision_bytes)]
+    sizes = [f"{num_bytes:,}" for num_bytes in (rank.dense_bytes, rank.expert_bytes, rank.num_bytes)]
+    return [str(rank.rank), str(rank.group), f"{first}-{end - 1}", *sizes, *more]

@@ -1,0 +1,84 @@
+"""The memory of ranks, added up by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepinfer_workers.inspect import inspect
+from deepinfer_workers.models.deepseek.config import DeepseekConfig
+from deepinfer_workers.models.deepseek.memory import memory_by_rank, shared_memory
+from deepinfer_workers.models.deepseek.tensors import expected_tensors
+from deepinfer_workers.runner import WorkerFault
+from doubles.released_deepseek import v4_flash_0731, v41_flash, v41_flash_flat
+from doubles.tiny_deepseek import tiny_v4, tiny_v41, with_vision
+
+EXPERT_BYTES = 18_800_640
+"""Of V4.1-Flash: 3 x 5120 x 2304 numbers of 4 bits, and a scale for every 32."""
+
+
+def parts_of(config_json: dict[str, Any]) -> tuple[DeepseekConfig, Any, dict[str, int]]:
+    config = DeepseekConfig.read(config_json, "config.json")
+    specs = expected_tensors(config)
+    return config, specs, {name: spec.num_bytes for name, spec in specs.items()}
+
+
+def test_ranks_of_the_release_share_experts_and_each_hold_the_rest() -> None:
+    ranks = memory_by_rank(*parts_of(v41_flash()), num_ep=8, num_dp=8)
+    assert [rank.experts for rank in ranks] == [(48 * rank, 48 * rank + 48) for rank in range(8)]
+    assert {rank.expert_bytes for rank in ranks} == {40 * 48 * EXPERT_BYTES}
+    assert [rank.group for rank in ranks] == list(range(8))
+    total = 510_286_023_000 - 202_758_032_400  # the tables stay in their files
+    first = ranks[0]
+    draft_experts = 3 * 128 * EXPERT_BYTES
+    dense_drafts = first.draft_bytes - draft_experts // 8
+    assert first.dense_bytes + 8 * first.expert_bytes + dense_drafts + draft_experts + first.vision_bytes == total
+
+
+def test_caches_of_the_release_take_what_its_packing_takes() -> None:
+    shared = shared_memory(*parts_of(v41_flash()))
+    assert shared.token_bytes == 890 and shared.table_bytes == 768_022_850 * 264
+    rollback = 5 + 1  # a block of drafts, and the token behind it
+    pending = 3 * (2 + rollback) * 2 * 512 * 4  # tokens of a pair, in three layers
+    assert shared.slot_bytes == 40 * (128 + rollback) * 528 + pending
+    assert shared.draft_slot_bytes == 3 * (128 + rollback) * 528
+    assert int(shared_memory(*parts_of(v4_flash_0731())).token_bytes) == 3514
+
+
+def test_a_config_alone_is_enough_in_a_folder_or_by_its_own_path(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(v4_flash_0731()))
+    (tmp_path / "flat.json").write_text(json.dumps(v41_flash_flat()))
+    told = inspect(tmp_path, 1, 1)
+    assert (told["num_tensors"], told["num_bytes"], told["files"]) == (72_317, 166_878_536_440, "none")
+    assert inspect(tmp_path / "flat.json", 1, 1)["num_bytes"] == 510_286_023_000
+
+
+@pytest.mark.parametrize("config", [tiny_v41, tiny_v4, lambda: with_vision(tiny_v41(is_quantized=False))])
+@pytest.mark.parametrize(("num_ep", "num_dp"), [(1, 1), (4, 1), (2, 4), (1, 3)])
+def test_every_byte_is_on_some_rank(config: Callable[[], dict[str, Any]], num_ep: int, num_dp: int) -> None:
+    parts = parts_of(config())
+    ranks = memory_by_rank(*parts, num_ep=num_ep, num_dp=num_dp)
+    assert len(ranks) == max(num_ep, num_dp)
+    (alone,) = memory_by_rank(*parts, num_ep=1, num_dp=1)
+    tables = shared_memory(*parts).table_bytes
+    everything = alone.dense_bytes + alone.expert_bytes + alone.draft_bytes + alone.vision_bytes + tables
+    assert everything == sum(parts[2].values())
+    assert sum(rank.expert_bytes for rank in ranks) == alone.expert_bytes * len(ranks) // num_ep
+    assert {rank.dense_bytes for rank in ranks} == {alone.dense_bytes}
+    assert [rank.group for rank in ranks] == sorted(rank.group for rank in ranks)
+    assert {rank.group for rank in ranks} == set(range(num_dp))
+
+
+@pytest.mark.parametrize(
+    ("num_ep", "num_dp", "words"),
+    [(0, 1, "ep: 1 to 4096 ranks were expected, 0 came"), (3, 1, "ep: a divisor of 8 experts was expected, 3 came"),
+     (1, 1 << 30, "dp: 1 to 4096"), (4, 3, "dp: a multiple or a divisor of ep 4 was expected, 3 came")],
+)  # fmt: skip
+def test_ranks_that_do_not_divide_are_refused(num_ep: int, num_dp: int, words: str) -> None:
+    with pytest.raises(WorkerFault, match=words) as caught:
+        memory_by_rank(*parts_of(tiny_v41()), num_ep=num_ep, num_dp=num_dp)
+    assert caught.value.code == "setting"

@@ -1,0 +1,116 @@
+"""The memory that every rank of a deployment needs, from a config and the sizes of tensors. Reads no file.
+
+`ep` ranks hold the routed experts together, each an equal run of them; `dp` ranks or groups of ranks serve requests of
+their own, with caches of their own. There are as many ranks as the larger of the two, which the smaller one divides.
+All else is on every rank, but the n-gram tables: those stay in their files, mapped, once for all ranks of a host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Final, NamedTuple
+
+from deepinfer_workers.models.deepseek.config import DeepseekConfig
+from deepinfer_workers.models.deepseek.formats import cache_formats
+from deepinfer_workers.models.deepseek.layer_caches import slot_bytes, token_bytes, window_capacity
+from deepinfer_workers.models.deepseek.rank_tensors import experts_of_rank, tensors_of_rank
+from deepinfer_workers.models.deepseek.tensors import DRAFT_GROUPS, TensorSpec
+from deepinfer_workers.runner import WorkerFault
+
+MAX_RANKS: Final = 4096
+
+
+class RankMemory(NamedTuple):
+    """Of one rank, as its tensors are stored."""
+
+    rank: int
+    group: int
+    """Which of the `dp` groups: ranks of a group serve the same requests."""
+    experts: tuple[int, int]
+    """The first routed expert of every layer, and the one behind the last."""
+    dense_bytes: int
+    """All that is neither expert nor table."""
+    expert_bytes: int
+    draft_bytes: int
+    """More, where drafts are served."""
+    vision_bytes: int
+    """More, where images are served."""
+
+
+class SharedMemory(NamedTuple):
+    """What does not depend on the rank."""
+
+    table_bytes: int
+    """Of n-gram tables, in mapped files: of what is read, the host's page cache keeps as much as there is room for."""
+    dense_numbers: int
+    """As many are expanded to float32 on a CPU, where `dense_bytes` tells what they take in the file."""
+    token_bytes: float
+    """Of paged cache rows, as the released model packs them: for every token that is kept."""
+    slot_bytes: int
+    """Of window rings and pending states: for every request that runs."""
+    draft_slot_bytes: int
+    """More, where drafts are served."""
+
+
+def memory_by_rank(
+    config: DeepseekConfig, specs: Mapping[str, TensorSpec], sizes: Mapping[str, int], *, num_ep: int, num_dp: int
+) -> list[RankMemory]:
+    """`sizes` are the bytes of every tensor of `specs`. Raises `WorkerFault` for ranks that do not divide."""
+    num_ranks = num_ranks_of(num_ep, num_dp)
+    parts = [
+        _totals(tensors_of_rank(config, specs, num_ep, part, has_drafts=True, has_vision=True), sizes)
+        for part in range(num_ep)
+    ]
+    found = []
+    for rank in range(num_ranks):
+        part = rank % num_ep
+        experts, totals = experts_of_rank(config.num_experts, num_ep, part), parts[part]
+        group = rank * num_dp // num_ranks
+        bounds = experts.start, experts.stop
+        found.append(
+            RankMemory(rank, group, bounds, totals["dense"], totals["expert"], totals["draft"], totals["vision"])
+        )
+    return found
+
+
+def shared_memory(config: DeepseekConfig, specs: Mapping[str, TensorSpec], sizes: Mapping[str, int]) -> SharedMemory:
+    formats = cache_formats(config, "packed", quantizes=True)
+    return SharedMemory(
+        table_bytes=sum(sizes[name] for name, spec in specs.items() if spec.is_table),
+        dense_numbers=sum(
+            prod(spec.shape) for name, spec in specs.items() if _kind(spec) == "dense" and not name.endswith(".scale")
+        ),
+        token_bytes=token_bytes(config, formats),
+        slot_bytes=slot_bytes(config, formats),
+        draft_slot_bytes=config.num_stages * window_capacity(config) * formats.window.row_bytes,
+    )
+
+
+def num_ranks_of(num_ep: int, num_dp: int) -> int:
+    """Raises `WorkerFault`."""
+    for name, number in (("ep", num_ep), ("dp", num_dp)):
+        if not 1 <= number <= MAX_RANKS:
+            raise WorkerFault("setting", f"{name}: 1 to {MAX_RANKS} ranks were expected, {number} came")
+    if max(num_ep, num_dp) % min(num_ep, num_dp):
+        text = f"a multiple or a divisor of ep {num_ep} was expected, {num_dp} came"
+        raise WorkerFault("setting", f"dp: {text}")
+    return max(num_ep, num_dp)
+
+
+def _totals(specs: Mapping[str, TensorSpec], sizes: Mapping[str, int]) -> dict[str, int]:
+    """Bytes of every kind."""
+    totals = dict.fromkeys(("dense", "expert", "draft", "vision", "table"), 0)
+    for name, spec in specs.items():
+        totals[_kind(spec)] += sizes[name]
+    return totals
+
+
+def _kind(spec: TensorSpec) -> str:
+    if spec.is_table:
+        return "table"
+    if spec.group in DRAFT_GROUPS:
+        return "draft"
+    if spec.group == "vision":
+        return "vision"
+    return "dense" if spec.expert is None else "expert"
