@@ -9,7 +9,7 @@ its own loads it as that rank, computes a prompt in one step, so long that rows 
 few tokens one by one. Reported are memory at its peak, by kind, and times. What the model says means nothing, also
 because the experts of the other ranks are missing in its sums.
 
-Needs 9 GB of disk. Without `--folder` the checkpoint is removed at the end.
+Needs 9 GB of disk, and Linux. Without `--folder` the checkpoint is removed at the end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -260,7 +260,7 @@ def run(folder: Path, num_prompt: int, num_decoded: int, num_ranks: int = NUM_RA
     with memory.watch():
         options = ModelOptions(max_len=num_prompt + num_decoded, block_size=BLOCK_SIZE)
         ops = select_ops("cpu", batch_invariant=True, dtype="float32")
-        model = load_deepseek(SafetensorsFolder(folder), ops, options, _show, num_ranks=num_ranks, rank=0)
+        model = load_deepseek(SafetensorsFolder(folder), ops, options, _progress(), num_ranks=num_ranks, rank=0)
         load_s = time.perf_counter() - began_s
         loaded = memory.figures()
         most = min(LAST_PLAIN_TOKEN, model.vocab_size)
@@ -301,8 +301,16 @@ def _num_engram_rows(folder: Path, config: DeepseekConfig, tokens: Ints) -> int:
     return sum(len(np.unique(layer_hash.rows(known))) for layer_hash in hashes)
 
 
-def _show(done: int, total: int) -> None:
-    _say(f"loaded {done / total:.0%}")
+def _progress() -> Callable[[int, int], None]:
+    shown = -1
+
+    def show(done: int, total: int) -> None:
+        nonlocal shown
+        if 10 * done // total > shown:
+            shown = 10 * done // total
+            _say(f"loaded {shown * 10} %")
+
+    return show
 
 
 def _say(text: str) -> None:
