@@ -91,13 +91,16 @@ class DeepseekWeights:
     def matrix(self, name: str) -> tuple[Tensor, bool]:
         """`name`.weight [out, in] in float32, and whether it is stored quantised."""
         weight = self.stored(f"{name}.weight").to(self.device)
-        if weight.dtype not in (_FP8, torch.int8):
-            return self._expanded(name, weight.to(torch.float32)), False
-        scales = self.stored(f"{name}.scale").to(self.device)
-        if weight.dtype == torch.int8:
-            return self._expanded(name, dequantize_fp4(weight, scales)), True
-        return self._expanded(name, dequantize_fp8_blocks(weight, scales, self.config.scale_block)), True
-
-    def _expanded(self, name: str, values: Tensor) -> Tensor:
+        is_quantized = weight.dtype in (_FP8, torch.int8)
+        if is_quantized:
+            values = self._dequantized(weight, self.stored(f"{name}.scale").to(self.device))
+            self.tensors.release(f"{name}.scale")
+        else:
+            values = weight.to(torch.float32)
         self.tensors.release(f"{name}.weight")
-        return values
+        return values, is_quantized
+
+    def _dequantized(self, weight: Tensor, scales: Tensor) -> Tensor:
+        if weight.dtype == torch.int8:
+            return dequantize_fp4(weight, scales)
+        return dequantize_fp8_blocks(weight, scales, self.config.scale_block)
