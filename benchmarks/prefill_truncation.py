@@ -78,7 +78,7 @@ class Counted(NamedTuple):
 
 
 class ProductCounter(TorchDispatchMode):
-    """FLOPs by operation, by torch's own formulas and one for packed weights.
+    """FLOPs by operation, by torch's own formulas and one for constant weights.
 
     What torch's `FlopCounterMode` would take apart to look for products is refused if it holds one, and else left
     alone: that takes half the time.
@@ -87,7 +87,9 @@ class ProductCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops: Counter[Any] = Counter()
-        self._formulas = {**flop_registry, torch.ops.mkldnn._linear_pointwise: _packed_flops}
+        self._formulas = {**flop_registry, torch.ops.aten.linear: _linear_flops}
+        if hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # else no weight is packed
+            self._formulas[torch.ops.mkldnn._linear_pointwise] = _linear_flops
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = func._overloadpacket
@@ -99,12 +101,12 @@ class ProductCounter(TorchDispatchMode):
         return out
 
 
-_COMPOSITE: Final = frozenset({torch.ops.aten.linear, torch.ops.aten.matmul, torch.ops.aten.einsum})
+_COMPOSITE: Final = frozenset({torch.ops.aten.matmul, torch.ops.aten.einsum})
 
 
-def _packed_flops(x: Tensor, weight: Tensor, *_: object, **__: object) -> int:
-    """Of `x` [T, C] with a packed weight [F, C]."""
-    return 2 * x.shape[0] * x.shape[1] * weight.shape[0]
+def _linear_flops(x: Tensor, weight: Tensor, *_: object, **__: object) -> int:
+    """Of `x` [..., C] with a weight [F, C], packed or not."""
+    return 2 * x.numel() * weight.shape[0]
 
 
 class Prompts:
