@@ -77,6 +77,12 @@ class Counted(NamedTuple):
     rows: RowCounts
 
 
+class Seconds(NamedTuple):
+    wall: float
+    cpu: float
+    """Of all threads: on a machine that others use it says more."""
+
+
 class ProductCounter(TorchDispatchMode):
     """FLOPs by operation, by torch's own formulas and one for constant weights.
 
@@ -132,6 +138,11 @@ class Prompts:
         for plan in self._plans(tokens):
             output, _ = self._runner.launch(self._runner.build(plan), _no_masks).wait()
         return int(unpack_int32(output.tokens)[0])
+
+    def time(self, tokens: Sequence[int]) -> Seconds:
+        wall, cpu = time.perf_counter(), time.process_time()
+        self.run(tokens)
+        return Seconds(time.perf_counter() - wall, time.process_time() - cpu)
 
     def count(self, tokens: Sequence[int]) -> Counted:
         before = _copy(self._counts)
@@ -202,13 +213,11 @@ def measure_length(
     """The lines of one length, and what was counted."""
     prompt = random_prompt(length, config.vocab_size, length)
     counted = {mode: model.count(prompt) for mode, model in models.items()}
-    times: dict[Mode, list[float]] = {mode: [] for mode in models}
+    runs: dict[Mode, list[Seconds]] = {mode: [] for mode in models}
     for _ in range(num_runs):
         for mode, model in models.items():
-            started = time.perf_counter()
-            model.run(prompt)
-            times[mode].append(time.perf_counter() - started)
-    seconds = {mode: statistics.median(times[mode]) for mode in models}
+            runs[mode].append(model.time(prompt))
+    seconds = {mode: Seconds(*map(statistics.median, zip(*runs[mode], strict=True))) for mode in models}
     lines = [_line(config, length, mode, counted[mode], seconds[mode]) for mode in models]
     off, compact = (counted[mode] for mode in MODES)
     ratio = {
@@ -217,12 +226,13 @@ def measure_length(
         "compact_to_off": "counted",
         "products": compact.products / off.products,
         "flops": (compact.products + compact.pairs) / (off.products + off.pairs),
-        "time": seconds["compact"] / seconds["off"],
+        "time": seconds["compact"].wall / seconds["off"].wall,
+        "cpu_time": seconds["compact"].cpu / seconds["off"].cpu,
     }
     return [*lines, ratio], counted
 
 
-def _line(config: DeepseekConfig, length: int, mode: Mode, counted: Counted, seconds: float) -> dict[str, Any]:
+def _line(config: DeepseekConfig, length: int, mode: Mode, counted: Counted, seconds: Seconds) -> dict[str, Any]:
     rows = counted.rows
     start = config.decoder_start
     formula = prompt_flops(config, rows, length)
@@ -239,7 +249,8 @@ def _line(config: DeepseekConfig, length: int, mode: Mode, counted: Counted, sec
         "mflop_per_token_pairs": counted.pairs / length / 1e6,
         "formula_mflop_per_token_products": formula.products / length / 1e6,
         "formula_mflop_per_token_pairs": (formula.attention + formula.scores) / length / 1e6,
-        "prefill_s": seconds,
+        "prefill_s": seconds.wall,
+        "prefill_cpu_s": seconds.cpu,
     }
 
 
