@@ -82,6 +82,14 @@ class SafetensorsFile:
         count = info.num_bytes // dtype.itemsize
         return torch.frombuffer(source, dtype=dtype, count=count, offset=start).view(info.shape)
 
+    def release(self, name: str) -> None:
+        """Give the pages of the tensor back: the system reads them again when they are used again. Only a hint."""
+        info, start = self._entries[name]
+        if self._map is None or not info.num_bytes or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_DONTNEED, first, start + info.num_bytes - first)
+
     def _read_header(self) -> tuple[int, dict[str, Entry]]:
         try:
             with self._path.open("rb") as file:

@@ -77,6 +77,10 @@ class SafetensorsFolder:
         """The tensor in its own dtype, on the pages of the file. Not to be written to."""
         return self._files[self._shard_of[name]].view(name)
 
+    def release(self, name: str) -> None:
+        """Its pages count as this process's no longer. Tensors stay good: what is read again is mapped again."""
+        self._files[self._shard_of[name]].release(name)
+
     def _place(self, name: str, shard: str, shards: Mapping[str, str]) -> None:
         if name in self._shard_of:
             raise bad_file(shard, f"tensor {name} was expected once, and is in {self._shard_of[name]} too")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -29,11 +29,14 @@ def write_checkpoint(
     *,
     seed: int = 0,
     engram_tables: EngramTables = "dense",
+    experts: Container[int] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> DeepseekConfig:
     """config.json, files of about `shard_bytes` and their index: every tensor that the config asks for.
 
-    `sparse` tables are holes: they read as zeros. What has no scales is BF16, or F32 where the release has that.
+    `sparse` tables are holes, and so are routed experts that are none of `experts`: they read as zeros, and take no
+    room. What has no scales is BF16, or F32 where the release has that.
+
     Raises `WorkerFault` for a config that cannot be read.
     """
     config = DeepseekConfig.read(config_json, "config.json")
@@ -45,7 +48,8 @@ def write_checkpoint(
     tensors = RandomTensors(config, specs, seed)
     with _one_thread():
         for name, spec in specs.items():
-            if name.endswith(".scale") or (spec.is_table and engram_tables == "sparse"):
+            is_foreign = spec.expert is not None and experts is not None and spec.expert not in experts
+            if is_foreign or name.endswith(".scale") or (spec.is_table and engram_tables == "sparse"):
                 continue
             for part, tensor in tensors.parts(name):
                 writer.write(part, tensor)

@@ -16,9 +16,19 @@ from deepinfer_workers.truncation import check_keep
 
 
 def load_deepseek(
-    checkpoint: Checkpoint, ops: Ops, options: ModelOptions, report: Callable[[int, int], None]
+    checkpoint: Checkpoint,
+    ops: Ops,
+    options: ModelOptions,
+    report: Callable[[int, int], None],
+    *,
+    num_ranks: int = 1,
+    rank: int = 0,
 ) -> Deepseek:
-    """V4.1 or V4, as config.json says. Draft stages and vision are left out. Raises `WorkerFault`."""
+    """V4.1 or V4, as config.json says. Draft stages and vision are left out.
+
+    With the routed experts of expert-parallel rank `rank` of `num_ranks`; all else is on every rank. Raises
+    `WorkerFault`.
+    """
     if not isinstance(checkpoint, SafetensorsFolder):
         raise unsupported(checkpoint.name, "random weights of this architecture are written as a checkpoint")
     config = DeepseekConfig.read(checkpoint.metadata, "config.json")
@@ -26,7 +36,7 @@ def load_deepseek(
     if config.family == "v4.1":
         check_keep(options.keep_tokens, config.window, 0 if config.dspark is None else config.dspark.block_size)
     check_block_size(options.block_size, config)
-    tensors = RankTensors(checkpoint, config, report=report)
+    tensors = RankTensors(checkpoint, config, num_ranks, rank, report=report)
     return Deepseek(tensors, config, ops, options)
 
 

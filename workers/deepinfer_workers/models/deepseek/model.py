@@ -83,15 +83,15 @@ class Deepseek:
         weights = DeepseekWeights(tensors, config, ops, options.quantizes_activations)
         self._embedding = weights.stored("embed.weight").to(ops.device)  # [V, C], where it is mapped on the CPU
         tables = self._rope_tables()
-        experts = ExpertCache(weights, EXPERT_CACHE_BYTES)
+        self.experts = ExpertCache(weights, EXPERT_CACHE_BYTES)
         self._blocks = [
-            Block(weights, layer, tables[ratio > 0], self._formats, experts)
+            Block(weights, layer, tables[ratio > 0], self._formats, self.experts)
             for layer, ratio in enumerate(config.ratios)
         ]
         self._engram = None if config.engram is None else EngramLayers(weights, config.engram)
         self._collapse = HeadCollapse(weights, "hc_head") if config.family == "v4" else None
         self._norm = weights.norm("norm")
-        self._head = ops.pack_project(weights.plain("head.weight"))
+        self._head = weights.head("head.weight")
         self.counts = RowCounts(np.zeros(config.num_layers, np.int64), np.zeros(config.num_layers, np.int64))
 
     def cache_needs(self, block_size: int) -> CacheNeeds:

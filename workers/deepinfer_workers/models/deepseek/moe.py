@@ -5,7 +5,7 @@ Legend: `T` positions, `C` channels, `E` experts, `k` experts a token, `F` exper
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -35,6 +35,8 @@ class ExpertCache:
         self._weights = weights
         self._most = max(most_bytes // (4 * 3 * weights.config.hidden_size * weights.config.expert_width), 1)
         self._experts: OrderedDict[str, ExpertWeights] = OrderedDict()
+        self.num_expanded: Counter[str] = Counter()
+        """How often each expert was, by name."""
 
     def get(self, name: str) -> ExpertWeights:
         """The expert whose tensors' names begin with `name`."""
@@ -43,6 +45,7 @@ class ExpertCache:
             while len(self._experts) >= self._most:
                 self._experts.popitem(last=False)
             expert = self._experts[name] = read_expert(self._weights, name)
+            self.num_expanded[name] += 1
         self._experts.move_to_end(name)
         return expert
 
@@ -87,7 +90,12 @@ class Gate:
 
 
 class MoE:
-    """Gate, routed experts and the shared one. Where this rank has a part of the experts, so the sum is a part."""
+    """Gate, routed experts and the shared one.
+
+    Gate and shared expert are on every expert-parallel rank, routed experts on one each. What a whole group computes is
+    the sum of the `routed` parts of its ranks, in the order of the ranks, and one `shared` part: the sum of calls would
+    count the shared expert once a rank.
+    """
 
     def __init__(self, weights: DeepseekWeights, name: str, layer: int, experts: ExpertCache) -> None:
         config = weights.config
@@ -99,7 +107,11 @@ class MoE:
         self._own = weights.tensors.experts
 
     def __call__(self, x: Tensor, tokens: Tensor) -> Tensor:
-        """`x` [T, C]: [T, C]. A token's experts are added up in the order of their numbers, the shared one last."""
+        """`x` [T, C]: [T, C], the shared expert added last."""
+        return self.routed(x, tokens) + self.shared(x)
+
+    def routed(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """The part of this rank's experts, [T, C]. Those of a token are added up in the order of their numbers."""
         experts, shares = self._gate.route(x, tokens)
         total = torch.zeros_like(x)
         chosen = experts.cpu().numpy()
@@ -110,7 +122,11 @@ class MoE:
             weights = self._experts.get(f"{self._name}.experts.{expert}")
             out = self._run(weights, x.index_select(0, rows), shares[rows, ranks, None])
             total.index_add_(0, rows, out)
-        return total + self._run(self._shared, x, None)
+        return total
+
+    def shared(self, x: Tensor) -> Tensor:
+        """The part of the shared expert, [T, C]."""
+        return self._run(self._shared, x, None)
 
     def _run(self, expert: ExpertWeights, x: Tensor, share: Tensor | None) -> Tensor:
         """`share` [T, 1] goes in before the last product."""

@@ -111,6 +111,10 @@ class RankTensors:
             self._report(self._done_bytes, self.total_bytes)
         return self._folder.stored(name)
 
+    def release(self, name: str) -> None:
+        """As `SafetensorsFolder.release`."""
+        self._folder.release(name)
+
     def _num_bytes(self, name: str) -> int:
         """What is read of it at the load."""
         return 0 if self.specs[name].group in MAPPED_GROUPS else self._folder.tensors[name].num_bytes

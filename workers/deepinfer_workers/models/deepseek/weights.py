@@ -1,7 +1,7 @@
 """The tensors of a DeepSeek checkpoint as a rank computes with them. Knows their storage, and no formula.
 
 Linears are expanded to the arithmetic of the operations once; routed experts stay as they are stored, in the mapped
-file, and are expanded when a token is sent to them (`moe.ExpertCache`).
+file, and are expanded when a token is sent to them (`moe.ExpertCache`). Pages of what has been expanded are given back.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from deepinfer_kernels import Ops, dequantize_fp4, dequantize_fp8_blocks, fake_quantize_activation, rms_norm
+from deepinfer_kernels import (
+    LinearWeight,
+    Ops,
+    dequantize_fp4,
+    dequantize_fp8_blocks,
+    fake_quantize_activation,
+    rms_norm,
+)
 from deepinfer_workers.models.deepseek.config import DeepseekConfig
 from deepinfer_workers.models.deepseek.rank_tensors import RankTensors
 
@@ -46,7 +53,9 @@ class DeepseekWeights:
 
     def plain(self, name: str) -> Tensor:
         """Any shape, float32, on the device."""
-        return self.stored(name).to(self.device).to(torch.float32)
+        values = self.stored(name).to(self.device).to(torch.float32)
+        self.tensors.release(name)
+        return values
 
     def norm(self, name: str) -> Norm:
         """By the root mean square, in float32 whatever products are computed in."""
@@ -56,6 +65,12 @@ class DeepseekWeights:
     def plain_linear(self, name: str) -> Linear:
         """A float32 product whose weight `name` is stored in F32 or BF16."""
         return self.product(self.plain(name), quantizes=False)
+
+    def head(self, name: str) -> LinearWeight:
+        """For `ops.project`. The largest weight of all: it is not expanded before it is packed."""
+        packed = self.ops.pack_project(self.stored(name).to(self.device))
+        self.tensors.release(name)
+        return packed
 
     def linear(self, name: str) -> Linear:
         """The product `name`.weight, in the quantised form that it is stored in."""
@@ -75,11 +90,17 @@ class DeepseekWeights:
 
     def matrix(self, name: str) -> tuple[Tensor, bool]:
         """`name`.weight [out, in] in float32, and whether it is stored quantised."""
-        weight = self.stored(f"{name}.weight")
-        weight = weight.to(self.device)
-        if weight.dtype not in (_FP8, torch.int8):
-            return weight.to(torch.float32), False
-        scales = self.stored(f"{name}.scale").to(self.device)
+        weight = self.stored(f"{name}.weight").to(self.device)
+        is_quantized = weight.dtype in (_FP8, torch.int8)
+        if is_quantized:
+            values = self._dequantized(weight, self.stored(f"{name}.scale").to(self.device))
+            self.tensors.release(f"{name}.scale")
+        else:
+            values = weight.to(torch.float32)
+        self.tensors.release(f"{name}.weight")
+        return values, is_quantized
+
+    def _dequantized(self, weight: Tensor, scales: Tensor) -> Tensor:
         if weight.dtype == torch.int8:
-            return dequantize_fp4(weight, scales), True
-        return dequantize_fp8_blocks(weight, scales, self.config.scale_block), True
+            return dequantize_fp4(weight, scales)
+        return dequantize_fp8_blocks(weight, scales, self.config.scale_block)
