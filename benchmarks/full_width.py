@@ -36,7 +36,7 @@ from deepinfer_kernels import PackedRows, select_ops
 from deepinfer_protocol import SlotSampling
 from deepinfer_workers.batch import Admission, DeviceBatch, Ints, Limits
 from deepinfer_workers.models.deepseek.config import DeepseekConfig
-from deepinfer_workers.models.deepseek.engram_hash import EngramHash, compressed_vocabulary, ngrams
+from deepinfer_workers.models.deepseek.engram_hash import compressed_vocabulary, layer_hashes, ngrams
 from deepinfer_workers.models.deepseek.generator import write_checkpoint
 from deepinfer_workers.models.deepseek.loading import load_deepseek
 from deepinfer_workers.models.deepseek.model import Deepseek
@@ -297,7 +297,7 @@ def _num_engram_rows(folder: Path, config: DeepseekConfig, tokens: Ints) -> int:
     assert engram is not None
     compressed = compressed_vocabulary(folder / "tokenizer.json", config.vocab_size)
     known = ngrams(tokens, 0, len(tokens), engram.max_ngram)
-    hashes = [EngramHash(engram, compressed, config.image_token_id, layer) for layer in engram.layers]
+    hashes = layer_hashes(engram, compressed, config.image_token_id)
     return sum(len(np.unique(layer_hash.rows(known))) for layer_hash in hashes)
 
 
