@@ -5,15 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
+from deepinfer_kernels import select_ops
+from deepinfer_workers import capacity
+from deepinfer_workers.capacity import limits_of
 from deepinfer_workers.inspect import inspect
 from deepinfer_workers.models.deepseek.config import DeepseekConfig
+from deepinfer_workers.models.deepseek.formats import cache_formats
+from deepinfer_workers.models.deepseek.layer_caches import slot_bytes, token_bytes
 from deepinfer_workers.models.deepseek.memory import memory_by_rank, shared_memory
 from deepinfer_workers.models.deepseek.tensors import expected_tensors
+from deepinfer_workers.models.model import CacheNeeds
 from deepinfer_workers.runner import WorkerFault
+from doubles.driver import DEFAULTS
 from doubles.released_deepseek import v4_flash_0731, v41_flash, v41_flash_flat
 from doubles.tiny_deepseek import tiny_v4, tiny_v41, with_vision
 
@@ -82,3 +91,33 @@ def test_ranks_that_do_not_divide_are_refused(num_ep: int, num_dp: int, words: s
     with pytest.raises(WorkerFault, match=words) as caught:
         memory_by_rank(*parts_of(tiny_v41()), num_ep=num_ep, num_dp=num_dp)
     assert caught.value.code == "setting"
+
+
+@pytest.mark.parametrize("released", [v41_flash, v4_flash_0731])
+def test_the_defaults_hold_a_release_on_a_cpu(
+    released: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """256 sequences of a million tokens each: slots take more than all blocks, and do not come out of their memory."""
+    deepseek = DeepseekConfig.read(released(), "config.json")
+    formats = cache_formats(deepseek, "packed", quantizes=True)
+
+    def cache_needs(block_size: int) -> CacheNeeds:
+        per_token = token_bytes(deepseek, formats)
+        return CacheNeeds(round(per_token * block_size), slot_bytes(deepseek, formats), per_token)
+
+    model: Any = SimpleNamespace(
+        vocab_size=deepseek.vocab_size,
+        max_len=deepseek.max_len,
+        block_multiple=deepseek.block_multiple,
+        cache_needs=cache_needs,
+    )
+    config = msgspec.structs.replace(DEFAULTS, num_slots=256, block_size=0, num_blocks=0, max_batch_positions=2048)
+    ops = select_ops("cpu", batch_invariant=True)
+    monkeypatch.setattr(capacity, "free_bytes", lambda device: 16 << 30)
+    limits = limits_of(config, model, ops)
+    assert limits.num_blocks == (1 << 30) // cache_needs(limits.block_size).block_bytes > 8
+    monkeypatch.setattr(capacity, "free_bytes", lambda device: 1 << 30)
+    with pytest.raises(WorkerFault, match=r"^max_num_seqs 256 with max_model_len 1048576 takes \d+ bytes, \d+ for"):
+        limits_of(config, model, ops)
+    monkeypatch.setattr(capacity, "free_bytes", lambda device: None)
+    assert limits_of(config, model, ops) == limits
