@@ -47,6 +47,8 @@ from deepinfer_workers.safetensors_folder import SafetensorsFolder
 NUM_RANKS: Final = 8
 GIB: Final = 1 << 30
 BLOCK_SIZE: Final = 64
+EXPERT_CACHE_BYTES: Final = 0
+"""What is kept of experts is as much as there is room for, and would tell of the machine alone."""
 SAMPLING_S: Final = 0.02
 LAST_PLAIN_TOKEN: Final = 128_000
 """Behind it the released tokenizer has special ones."""
@@ -258,7 +260,9 @@ def run(folder: Path, num_prompt: int, num_decoded: int, num_ranks: int = NUM_RA
     began_s = time.perf_counter()
     memory = PeakMemory()
     with memory.watch():
-        options = ModelOptions(max_len=num_prompt + num_decoded, block_size=BLOCK_SIZE)
+        options = ModelOptions(
+            max_len=num_prompt + num_decoded, block_size=BLOCK_SIZE, expert_cache_bytes=EXPERT_CACHE_BYTES
+        )
         ops = select_ops("cpu", batch_invariant=True, dtype="float32")
         model = load_deepseek(SafetensorsFolder(folder), ops, options, _progress(), num_ranks=num_ranks, rank=0)
         load_s = time.perf_counter() - began_s

@@ -287,7 +287,16 @@ class _Reader:
 
     # What figures say about each other
 
+    def _check_num_experts(self, config: DeepseekConfig) -> None:
+        """Before anything is made for each of them."""
+        num_drafted = config.num_stages * config.num_draft_experts
+        num_experts, most = config.num_layers * config.num_experts + num_drafted, MAX_TENSORS // EXPERT_TENSORS
+        if num_experts > most:
+            text = f"at most {most} experts of all layers and draft stages were expected, {num_experts} came"
+            raise self._text.bad("n_routed_experts", text)
+
     def _check(self, config: DeepseekConfig) -> None:
+        self._check_num_experts(config)
         multiples = [
             ("hidden_size", config.hidden_size), ("head_dim", config.head_dim), ("q_lora_rank", config.q_lora_rank),
             ("o_lora_rank", config.o_lora_rank), ("index_head_dim", config.index_dim),
@@ -307,8 +316,3 @@ class _Reader:
         if config.experts_per_token > config.num_experts:
             text = f"at most {config.num_experts} experts were expected, {config.experts_per_token} came"
             raise self._text.bad("num_experts_per_tok", text)
-        num_drafted = config.num_stages * config.num_draft_experts
-        num_experts, most = config.num_layers * config.num_experts + num_drafted, MAX_TENSORS // EXPERT_TENSORS
-        if num_experts > most:
-            text = f"at most {most} experts of all layers and draft stages were expected, {num_experts} came"
-            raise self._text.bad("n_routed_experts", text)
