@@ -47,8 +47,9 @@ from deepinfer_workers.safetensors_folder import SafetensorsFolder
 NUM_RANKS: Final = 8
 GIB: Final = 1 << 30
 BLOCK_SIZE: Final = 64
-EXPERT_CACHE_BYTES: Final = 0
-"""What is kept of experts is as much as there is room for, and would tell of the machine alone."""
+EXPERT_CACHE_BYTES: Final = 1 << 30
+"""As many experts as there is room for would tell of the machine alone. At full width this is less than a token asks
+for, and none is kept."""
 SAMPLING_S: Final = 0.02
 LAST_PLAIN_TOKEN: Final = 128_000
 """Behind it the released tokenizer has special ones."""
