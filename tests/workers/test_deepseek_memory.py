@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from deepinfer_workers.models.deepseek.config import DeepseekConfig
 from deepinfer_workers.models.deepseek.formats import cache_formats
 from deepinfer_workers.models.deepseek.layer_caches import slot_bytes, token_bytes
 from deepinfer_workers.models.deepseek.memory import memory_by_rank, shared_memory
+from deepinfer_workers.models.deepseek.rank_tensors import tensors_of_rank
 from deepinfer_workers.models.deepseek.tensors import expected_tensors
 from deepinfer_workers.models.model import CacheNeeds
 from deepinfer_workers.runner import WorkerFault
@@ -55,6 +57,8 @@ def test_caches_of_the_release_take_what_its_packing_takes() -> None:
     pending = 3 * (2 + rollback) * 2 * 512 * 4  # tokens of a pair, in three layers
     assert shared.slot_bytes == 40 * (128 + rollback) * 528 + pending
     assert shared.draft_slot_bytes == 3 * (128 + rollback) * 528
+    assert shared.known_slot_bytes == 4 * (1048576 + 1) + 4 * 65536 + 8
+    assert shared.rope_bytes == 2 * 2 * 32 * 1048576 * 4  # cosines and sines of 32 pairs, with YaRN and without
     assert int(shared_memory(*parts_of(v4_flash_0731())).token_bytes) == 3514
 
 
@@ -80,6 +84,28 @@ def test_every_byte_is_on_some_rank(config: Callable[[], dict[str, Any]], num_ep
     assert {rank.dense_bytes for rank in ranks} == {alone.dense_bytes}
     assert [rank.group for rank in ranks] == sorted(rank.group for rank in ranks)
     assert {rank.group for rank in ranks} == set(range(num_dp))
+
+
+@pytest.mark.parametrize("num_ep", [3, 384])
+def test_ranks_that_divide_the_experts_but_not_those_of_drafts_serve_no_drafts(num_ep: int) -> None:
+    parts = parts_of(v41_flash())
+    ranks = memory_by_rank(*parts, num_ep=num_ep, num_dp=1)
+    assert {rank.draft_bytes for rank in ranks} == {None}
+    assert {rank.expert_bytes for rank in ranks} == {40 * 384 // num_ep * EXPERT_BYTES}
+    with pytest.raises(WorkerFault, match=f"ep: a divisor of 128 draft experts was expected, {num_ep} came"):
+        tensors_of_rank(*parts[:2], num_ep, 0, has_drafts=True)
+
+
+def test_what_a_cpu_expands_is_all_that_is_dense_but_the_embedding() -> None:
+    _, specs, _ = parts = parts_of(tiny_v41(is_quantized=False))
+    dense = [
+        spec
+        for spec in specs.values()
+        if spec.expert is None
+        and spec.group not in ("embedding", "engram table", "draft stages", "draft experts", "vision")
+    ]
+    assert shared_memory(*parts).dense_numbers == sum(math.prod(spec.shape) for spec in dense)
+    assert shared_memory(*parts_of(tiny_v41())).dense_numbers == shared_memory(*parts).dense_numbers
 
 
 @pytest.mark.parametrize(

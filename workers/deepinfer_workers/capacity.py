@@ -21,7 +21,7 @@ from deepinfer_workers.slots import slot_bytes
 DEFAULT_KV_BYTES: Final = 1 << 30
 """Of blocks, at most, on the CPU, whose memory is everybody's. Slots come on top: as many as were asked for."""
 MIN_BLOCK_SIZE: Final = 16
-"""Tokens, where the configuration leaves it to us."""
+"""Tokens."""
 MIN_LADDER: Final = 64
 """Short prompts go by graphs too, however few slots there are."""
 GPU_RESERVE: Final = 0.08
@@ -46,7 +46,7 @@ def limits_of(config: WorkerConfig, model: Model, ops: Ops) -> Limits:
     """What plans may name: as configured, or as many blocks as fit beside the weights. Raises `WorkerFault`."""
     # Without graphs sizes are the same: so are the kernels, and so are the bits.
     most = min(max(config.num_slots, MIN_LADDER), config.max_batch_positions)
-    block_size = config.block_size or -(-MIN_BLOCK_SIZE // model.block_multiple) * model.block_multiple
+    block_size = config.block_size or block_size_of(model.block_multiple)
     return Limits(
         num_slots=config.num_slots,
         num_blocks=config.num_blocks or _num_blocks(config, model, ops, block_size),
@@ -57,6 +57,11 @@ def limits_of(config: WorkerConfig, model: Model, ops: Ops) -> Limits:
         ladder=ladder(most) if ops.device.type == "cuda" else (),
         row_multiple=ops.row_multiple,
     )
+
+
+def block_size_of(multiple: int) -> int:
+    """Tokens of a block, where the configuration leaves it to us."""
+    return -(-MIN_BLOCK_SIZE // multiple) * multiple
 
 
 def _num_blocks(config: WorkerConfig, model: Model, ops: Ops, block_size: int) -> int:

@@ -43,6 +43,11 @@ class TensorSpec(NamedTuple):
         return self.group == "engram table"
 
     @property
+    def is_mapped(self) -> bool:
+        """It stays in its file, as tables and routed experts do, and is read in parts when tokens ask for them."""
+        return self.group in ("engram table", "routed experts")
+
+    @property
     def num_bytes(self) -> int:
         """In the first of `dtypes`."""
         return prod(self.shape) * DTYPES[self.dtypes[0]].itemsize
