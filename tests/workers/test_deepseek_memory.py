@@ -46,6 +46,7 @@ def test_ranks_of_the_release_share_experts_and_each_hold_the_rest() -> None:
     total = 510_286_023_000 - 202_758_032_400  # the tables stay in their files
     first = ranks[0]
     draft_experts = 3 * 128 * EXPERT_BYTES
+    assert first.draft_bytes is not None
     dense_drafts = first.draft_bytes - draft_experts // 8
     assert first.dense_bytes + 8 * first.expert_bytes + dense_drafts + draft_experts + first.vision_bytes == total
 
@@ -78,6 +79,7 @@ def test_every_byte_is_on_some_rank(config: Callable[[], dict[str, Any]], num_ep
     assert len(ranks) == max(num_ep, num_dp)
     (alone,) = memory_by_rank(*parts, num_ep=1, num_dp=1)
     tables = shared_memory(*parts).table_bytes
+    assert alone.draft_bytes is not None
     everything = alone.dense_bytes + alone.expert_bytes + alone.draft_bytes + alone.vision_bytes + tables
     assert everything == sum(parts[2].values())
     assert sum(rank.expert_bytes for rank in ranks) == alone.expert_bytes * len(ranks) // num_ep
