@@ -13,10 +13,10 @@ import msgspec
 
 from deepinfer.errors import ModelFileError, ModelTooLarge
 from deepinfer.inspection import Inspection, inspect_model
+from deepinfer.model_files import read_model_file
 
 INDEX: Final = "model.safetensors.index.json"
 TOKENIZER: Final = "tokenizer.json"
-MAX_INDEX_BYTES: Final = 64 << 20
 MAX_NAME: Final = 64
 """Characters of a file's name, which is written out where the file is missing."""
 FLOAT32_BYTES: Final = 4
@@ -83,16 +83,12 @@ def available_memory(meminfo: Path = _MEMINFO) -> int | None:
 
 def _missing_weights(folder: Path) -> list[str]:
     file = folder / INDEX
-    if file.exists() and not file.is_file():  # reading a pipe would wait for who writes to it
-        raise ModelFileError(str(file), "a regular file was expected, and it is none")
-    try:
-        size_bytes = file.stat().st_size
-        if size_bytes > MAX_INDEX_BYTES:
-            raise ModelFileError(str(file), f"at most {MAX_INDEX_BYTES} bytes were expected, {size_bytes} came")
-        shards = sorted(set(msgspec.json.decode(file.read_bytes(), type=_Index).weight_map.values()))
-    except FileNotFoundError:
+    content = read_model_file(file)
+    if content is None:
         return [] if any(folder.glob("*.safetensors")) else [INDEX, "model-*.safetensors"]
-    except (OSError, msgspec.DecodeError, RecursionError) as error:
+    try:
+        shards = sorted(set(msgspec.json.decode(content, type=_Index).weight_map.values()))
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ModelFileError(str(file), f"cannot be read: {error}") from None
     for shard in shards:
         if not shard.isprintable() or "/" in shard or len(shard) > MAX_NAME:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 import pytest
 
-from deepinfer import fit
+from deepinfer import fit, model_files
+from deepinfer.deepseek_chat import deepseek_family
 from deepinfer.errors import ModelFileError, ModelTooLarge
 from deepinfer.fit import INDEX, available_memory, check_fit, judge, missing_files
 from deepinfer.inspection import Inspection, inspect_model
+from deepinfer.tokenizer import Tokenizer
 from doubles.released_deepseek import v41_flash
 
 NEEDED: Final = 4 * (8_299_036_784 - 129_280 * 5120)
@@ -46,9 +49,20 @@ def test_an_index_that_is_a_pipe_or_too_large_is_not_read(tmp_path: Path, monkey
         missing_files(tmp_path)
     (tmp_path / INDEX).unlink()
     write_index(tmp_path, "a.safetensors")
-    monkeypatch.setattr(fit, "MAX_INDEX_BYTES", 9)
+    monkeypatch.setattr(model_files, "MAX_BYTES", 9)
     with pytest.raises(ModelFileError, match=r"at most 9 bytes were expected, \d+ came"):
         missing_files(tmp_path)
+
+
+def test_a_pipe_in_place_of_a_config_or_a_tokenizer_is_not_opened(tmp_path: Path) -> None:
+    reads: list[tuple[str, Callable[[Path], object]]] = [
+        ("config.json", deepseek_family),
+        ("tokenizer.json", Tokenizer.from_model),
+    ]
+    for name, read in reads:
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(ModelFileError, match="a regular file was expected, and it is none"):
+            read(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["\x1b[2J.safetensors", "n" * 5000, "../a.safetensors", "\0"])
