@@ -10,6 +10,7 @@ have a part of what is free; what a step and the packing of a weight take for a 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from math import prod
 from typing import Final, NamedTuple
@@ -19,7 +20,7 @@ from deepinfer_workers.capacity import block_size_of
 from deepinfer_workers.models.deepseek.config import DeepseekConfig
 from deepinfer_workers.models.deepseek.formats import cache_formats
 from deepinfer_workers.models.deepseek.layer_caches import slot_bytes, token_bytes, window_capacity
-from deepinfer_workers.models.deepseek.rank_tensors import experts_of_rank, tensors_of_rank
+from deepinfer_workers.models.deepseek.rank_tensors import experts_of_rank
 from deepinfer_workers.models.deepseek.tensors import DRAFT_GROUPS, TensorSpec
 from deepinfer_workers.runner import WorkerFault
 
@@ -71,24 +72,23 @@ def memory_by_rank(
 ) -> list[RankMemory]:
     """`sizes` are the bytes of every tensor of `specs`. Raises `WorkerFault` for ranks that do not divide."""
     num_ranks = num_ranks_of(num_ep, num_dp)
+    totals = _totals(specs, sizes)
     has_drafts = not config.num_draft_experts % num_ep
-    parts = [
-        _totals(tensors_of_rank(config, specs, num_ep, part, has_drafts=has_drafts, has_vision=True), sizes)
-        for part in range(num_ep)
-    ]
     found = []
     for rank in range(num_ranks):
         part = rank % num_ep
-        experts, totals = experts_of_rank(config.num_experts, num_ep, part), parts[part]
-        group = rank * num_dp // num_ranks
+        experts, drafted = experts_of_rank(config.num_experts, num_ep, part), None
+        if has_drafts:
+            draft_experts = experts_of_rank(config.num_draft_experts, num_ep, part)
+            drafted = totals["draft"] + sum(totals["draft", expert] for expert in draft_experts)
         found.append(
             RankMemory(
                 rank,
-                group,
+                group=rank * num_dp // num_ranks,
                 experts=(experts.start, experts.stop),
                 dense_bytes=totals["dense"],
-                expert_bytes=totals["expert"],
-                draft_bytes=totals["draft"] if has_drafts else None,
+                expert_bytes=sum(totals["expert", expert] for expert in experts),
+                draft_bytes=drafted,
                 vision_bytes=totals["vision"],
             )
         )
@@ -123,11 +123,12 @@ def num_ranks_of(num_ep: int, num_dp: int) -> int:
     return max(num_ep, num_dp)
 
 
-def _totals(specs: Mapping[str, TensorSpec], sizes: Mapping[str, int]) -> dict[str, int]:
-    """Bytes of every kind."""
-    totals = dict.fromkeys(("dense", "expert", "draft", "vision", "table"), 0)
+def _totals(specs: Mapping[str, TensorSpec], sizes: Mapping[str, int]) -> Counter[str | tuple[str, int]]:
+    """Bytes of every kind, those of experts by kind and number."""
+    totals: Counter[str | tuple[str, int]] = Counter()
     for name, spec in specs.items():
-        totals[_kind(spec)] += sizes[name]
+        kind = _kind(spec)
+        totals[kind if spec.expert is None else (kind, spec.expert)] += sizes[name]
     return totals
 
 
