@@ -36,7 +36,7 @@ from deepinfer_kernels import PackedRows, select_ops
 from deepinfer_protocol import SlotSampling
 from deepinfer_workers.batch import Admission, DeviceBatch, Ints, Limits
 from deepinfer_workers.models.deepseek.config import DeepseekConfig
-from deepinfer_workers.models.deepseek.engram_hash import EngramHash, compressed_vocabulary, ngrams
+from deepinfer_workers.models.deepseek.engram_hash import compressed_vocabulary, layer_hashes, ngrams
 from deepinfer_workers.models.deepseek.generator import write_checkpoint
 from deepinfer_workers.models.deepseek.loading import load_deepseek
 from deepinfer_workers.models.deepseek.model import Deepseek
@@ -47,6 +47,9 @@ from deepinfer_workers.safetensors_folder import SafetensorsFolder
 NUM_RANKS: Final = 8
 GIB: Final = 1 << 30
 BLOCK_SIZE: Final = 64
+EXPERT_CACHE_BYTES: Final = 1 << 30
+"""As many experts as there is room for would tell of the machine alone. At full width this is less than a token asks
+for, and none is kept."""
 SAMPLING_S: Final = 0.02
 LAST_PLAIN_TOKEN: Final = 128_000
 """Behind it the released tokenizer has special ones."""
@@ -258,7 +261,9 @@ def run(folder: Path, num_prompt: int, num_decoded: int, num_ranks: int = NUM_RA
     began_s = time.perf_counter()
     memory = PeakMemory()
     with memory.watch():
-        options = ModelOptions(max_len=num_prompt + num_decoded, block_size=BLOCK_SIZE)
+        options = ModelOptions(
+            max_len=num_prompt + num_decoded, block_size=BLOCK_SIZE, expert_cache_bytes=EXPERT_CACHE_BYTES
+        )
         ops = select_ops("cpu", batch_invariant=True, dtype="float32")
         model = load_deepseek(SafetensorsFolder(folder), ops, options, _progress(), num_ranks=num_ranks, rank=0)
         load_s = time.perf_counter() - began_s
@@ -297,7 +302,7 @@ def _num_engram_rows(folder: Path, config: DeepseekConfig, tokens: Ints) -> int:
     assert engram is not None
     compressed = compressed_vocabulary(folder / "tokenizer.json", config.vocab_size)
     known = ngrams(tokens, 0, len(tokens), engram.max_ngram)
-    hashes = [EngramHash(engram, compressed, config.image_token_id, layer) for layer in engram.layers]
+    hashes = layer_hashes(engram, compressed, config.image_token_id)
     return sum(len(np.unique(layer_hash.rows(known))) for layer_hash in hashes)
 
 

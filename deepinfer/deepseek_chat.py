@@ -19,6 +19,7 @@ import msgspec
 
 from deepinfer.chat import ChatOptions, ChatPrompt, as_json
 from deepinfer.errors import InvalidRequest, ModelError, ModelFileError
+from deepinfer.model_files import read_model_file
 
 if TYPE_CHECKING:
     from deepseek_recipe import Conversation
@@ -50,11 +51,12 @@ class _Config(msgspec.Struct):
 def deepseek_family(folder: Path) -> Family | None:
     """Which of them the config.json in `folder` describes, if any. Raises `ModelFileError` for one that is no JSON."""
     file = folder / "config.json"
-    try:
-        config = msgspec.json.decode(file.read_bytes(), type=_Config)
-    except (FileNotFoundError, NotADirectoryError):
+    content = read_model_file(file)
+    if content is None:
         return None
-    except (OSError, msgspec.DecodeError, RecursionError) as error:
+    try:
+        config = msgspec.json.decode(content, type=_Config)
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ModelFileError(str(file), f"cannot be read: {error}") from None
     if config.kv_source_layers is not None:
         return "v4.1"

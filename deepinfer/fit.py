@@ -13,9 +13,12 @@ import msgspec
 
 from deepinfer.errors import ModelFileError, ModelTooLarge
 from deepinfer.inspection import Inspection, inspect_model
+from deepinfer.model_files import read_model_file
 
 INDEX: Final = "model.safetensors.index.json"
 TOKENIZER: Final = "tokenizer.json"
+MAX_NAME: Final = 64
+"""Characters of a file's name, which is written out where the file is missing."""
 FLOAT32_BYTES: Final = 4
 """Of a number in memory. In a file it has one byte at least, experts apart."""
 _NUM_NAMED: Final = 3
@@ -80,12 +83,16 @@ def available_memory(meminfo: Path = _MEMINFO) -> int | None:
 
 def _missing_weights(folder: Path) -> list[str]:
     file = folder / INDEX
-    try:
-        shards = sorted(set(msgspec.json.decode(file.read_bytes(), type=_Index).weight_map.values()))
-    except FileNotFoundError:
+    content = read_model_file(file)
+    if content is None:
         return [] if any(folder.glob("*.safetensors")) else [INDEX, "model-*.safetensors"]
-    except (OSError, msgspec.DecodeError, RecursionError) as error:
+    try:
+        shards = sorted(set(msgspec.json.decode(content, type=_Index).weight_map.values()))
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ModelFileError(str(file), f"cannot be read: {error}") from None
+    for shard in shards:
+        if not shard.isprintable() or "/" in shard or len(shard) > MAX_NAME:
+            raise ModelFileError(str(file), f"files in its folder were expected, {shard!r:.80} came")
     return [shard for shard in shards if not (folder / shard).is_file()]
 
 
@@ -94,7 +101,8 @@ def _size_bytes(folder: Path) -> int:
 
 
 def _memory_in_words(found: Inspection, needed: int, available: int | None) -> str:
-    mapped = found.num_bytes - found.ranks[0].dense_bytes - found.ranks[0].draft_bytes - found.ranks[0].vision_bytes
+    alone = found.ranks[0]
+    mapped = found.num_bytes - alone.dense_bytes - (alone.draft_bytes or 0) - alone.vision_bytes
     kept = f"{_in_words(needed)} of memory for its dense weights (float32), beside {_in_words(mapped)} in mapped files"
     if available is None:
         return f"It takes {kept}"

@@ -36,11 +36,15 @@ class SharedMemory(msgspec.Struct, frozen=True):
     table_bytes: int
     """Of n-gram tables: they stay in mapped files, once for all ranks of a host."""
     dense_numbers: int
-    """Weights that are neither experts nor tables; a CPU expands them to float32."""
+    """Weights that are neither experts nor tables nor the embedding; a CPU expands them to float32."""
+    rope_bytes: int
+    """Of the turns of every position."""
     token_bytes: float
     """Of paged cache rows in the released packing, for every token that is kept."""
     slot_bytes: int
-    """Of windows and pending states, for every request that runs."""
+    """Of windows and pending states, for every request that may run."""
+    known_slot_bytes: int
+    """More for each of these, of its tokens and its blocks' numbers, at the model's whole length."""
     draft_slot_bytes: int
     """More, where drafts are served."""
 
@@ -55,8 +59,8 @@ class RankMemory(msgspec.Struct, frozen=True):
     """The first routed expert of every layer, and the one behind the last."""
     dense_bytes: int
     expert_bytes: int
-    draft_bytes: int
-    """More, where drafts are served."""
+    draft_bytes: int | None
+    """More, where drafts are served; `None`: the ranks cannot share their experts, which are fewer."""
     vision_bytes: int
     """More, where images are served."""
 

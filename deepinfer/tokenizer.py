@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from deepinfer.errors import InvalidRequest, ModelFileError, UnsupportedModel
+from deepinfer.model_files import read_model_file
 
 _GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS: Final = (
@@ -149,12 +150,11 @@ def _read_settings(folder: Path, backend: Backend) -> dict[str, Any]:
 
 
 def _read_text(file: Path) -> str | None:
+    content = read_model_file(file)
     try:
-        return file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelFileError(str(file), str(error)) from error
+        return None if content is None else content.decode()
+    except UnicodeDecodeError as error:
+        raise ModelFileError(str(file), str(error)) from None
 
 
 def _read_json(file: Path) -> dict[str, Any]:

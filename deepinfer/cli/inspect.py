@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
@@ -55,12 +56,18 @@ def _inventory(found: Inspection) -> Table:
 
 
 def _memory(found: Inspection) -> Table:
-    table = Table(title="Bytes of weights by rank", title_justify="left")
-    for column in ("rank", "group", "experts", "dense", "routed experts", "together", "drafts", "vision"):
+    unit, size = ("GB", 1e9) if found.ranks[0].num_bytes >= 1e8 else ("MB", 1e6)
+    table = Table(title=f"{unit} of weights by rank", title_justify="left")
+    for column in ("rank", "group", "experts", "dense", "routed", "together", "drafts", "vision"):
         table.add_column(column, justify="right")
-    for rank in found.ranks:
-        table.add_row(*_cells(rank))
+    for _, ranks in groupby(found.ranks, key=_sizes):
+        table.add_row(*_cells(list(ranks), size))
     return table
+
+
+def _sizes(rank: RankMemory) -> tuple[int | None, ...]:
+    """Ranks that have the same are told in one line."""
+    return rank.dense_bytes, rank.expert_bytes, rank.draft_bytes, rank.vision_bytes
 
 
 def _beside(found: Inspection) -> Iterator[str]:
@@ -68,13 +75,24 @@ def _beside(found: Inspection) -> Iterator[str]:
     shared = found.shared
     with_drafts = shared.slot_bytes + shared.draft_slot_bytes
     drafts = f" (with drafts {with_drafts:,})" if shared.draft_slot_bytes else ""
-    yield f"and for every token {shared.token_bytes:,.0f} bytes, for every request {shared.slot_bytes:,}{drafts}"
+    caches = f"for every token {shared.token_bytes:,.0f} bytes, for every request {shared.slot_bytes:,}{drafts}"
+    yield f"and {caches} of caches"
+    yield f"and {shared.known_slot_bytes:,} of tokens and block numbers; once a rank {shared.rope_bytes:,} for RoPE"
+    if any(rank.draft_bytes is None for rank in found.ranks):
+        yield "drafts cannot be served by as many ranks, which do not divide the draft experts"
     if shared.table_bytes:
         yield f"n-gram tables, {shared.table_bytes:,} bytes, stay in mapped files, once a host"
 
 
-def _cells(rank: RankMemory) -> list[str]:
-    first, end = rank.experts
-    more = [f"+ {num_bytes:,}" if num_bytes else "-" for num_bytes in (rank.draft_bytes, rank.vision_bytes)]
-    sizes = [f"{num_bytes:,}" for num_bytes in (rank.dense_bytes, rank.expert_bytes, rank.num_bytes)]
-    return [str(rank.rank), str(rank.group), f"{first}-{end - 1}", *sizes, *more]
+def _cells(ranks: list[RankMemory], unit: float) -> list[str]:
+    """A line for `ranks` of the same sizes."""
+    first, last = ranks[0], ranks[-1]
+    start, end = first.experts
+    experts = f"{start}-{end - 1}" if first is last else f"{end - start} each"
+    more = [f"+ {num_bytes / unit:,.1f}" if num_bytes else "-" for num_bytes in (first.draft_bytes, first.vision_bytes)]
+    sizes = [f"{num_bytes / unit:,.1f}" for num_bytes in (first.dense_bytes, first.expert_bytes, first.num_bytes)]
+    return [_from_to(first.rank, last.rank), _from_to(first.group, last.group), experts, *sizes, *more]
+
+
+def _from_to(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"

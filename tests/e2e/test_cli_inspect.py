@@ -20,8 +20,12 @@ def test_a_config_alone_tells_the_release_to_the_byte(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(v41_flash()))
     done = run_command("inspect", str(tmp_path), "--ep", "8", "--dp", "8")
     assert done.returncode == 0, done.stderr
-    for words in ("a config alone", "96,085", "510,286,023,000", "336-383", "36,097,228,800", "every token 890 bytes"):
+    for words in ("a config alone", "96,085", "510,286,023,000", "every token 890 bytes", "every request 2,928,384"):
         assert words in done.stdout, done.stdout
+    (line,) = [line.split() for line in done.stdout.splitlines() if "each" in line]
+    figures = ["0-7", "0-7", "48", "each", "9.8", "36.1", "45.9", "+", "1.6", "+", "1.0"]
+    assert [word for word in line if word != "│"] == figures, done.stdout
+    assert "…" not in done.stdout and all(len(line) <= 80 for line in done.stdout.splitlines() if "│" in line)
 
 
 def test_what_was_generated_is_told_to_the_byte_and_damage_by_tensor(tmp_path: Path) -> None:

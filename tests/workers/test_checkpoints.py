@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from deepinfer_kernels import select_ops
-from deepinfer_workers.checkpoint import Checkpoint
+from deepinfer_workers import safetensors_file, safetensors_folder
+from deepinfer_workers.checkpoint import MAX_TEXT, Checkpoint
 from deepinfer_workers.gguf_file import GGUFFile
 from deepinfer_workers.models.model import ModelOptions
 from deepinfer_workers.models.registry import load_model, open_checkpoint
@@ -232,6 +234,59 @@ def test_a_damaged_safetensors_file_is_refused(tmp_path: Path, content: bytes) -
     check_fault(tmp_path / "model", "model_file", "model.safetensors")
 
 
+def header_of(fields: dict[str, Any]) -> bytes:
+    text = json.dumps(fields).encode()
+    return struct.pack("<Q", len(text)) + text
+
+
+@pytest.mark.parametrize("shape", [[1] * 9, [1 << 60] * 100_000])
+def test_a_shape_of_many_dimensions_is_not_multiplied(tmp_path: Path, shape: list[int]) -> None:
+    content = header_of({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}) + bytes(4)
+    (TINY.write(tmp_path / "model") / "model.safetensors").write_bytes(content)
+    check_fault(tmp_path / "model", "model_file", "tensor a: a shape of at most 8 sizes .* were expected, ")
+
+
+def test_a_file_or_an_index_of_too_many_tensors_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = TINY.write(tmp_path / "model")
+    num_tensors = len(TINY.tensors())
+    load(folder)
+    monkeypatch.setattr(safetensors_file, "MAX_TENSORS", num_tensors - 1)
+    words = f"at most {num_tensors - 1} tensors were expected"
+    check_fault(folder, "model_file", f"model.safetensors: {words} in its header, {num_tensors} came")
+    monkeypatch.undo()
+    monkeypatch.setattr(safetensors_folder, "MAX_TENSORS", num_tensors - 1)
+    weight_map = dict.fromkeys(TINY.tensors(), "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    check_fault(folder, "model_file", rf"index\.json: {words}, {num_tensors} came")
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", ["config.json", "shard.safetensors"])
+def test_a_pipe_in_place_of_a_file_is_not_opened(tmp_path: Path, name: str) -> None:
+    folder = TINY.write(tmp_path / "model")
+    weight_map = dict.fromkeys(TINY.tensors(), "shard.safetensors")
+    (folder / "model.safetensors").rename(folder / "shard.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    load(folder)
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(WorkerFault, match=f"^{name}: a regular file was expected, and it is none") as caught:
+        SafetensorsFolder(folder)
+    assert caught.value.code == "model_file"
+
+
+@pytest.mark.parametrize("name", ["\x1b[2J\ud800", "n" * 5_000_000])
+def test_what_a_file_calls_its_tensors_is_told_short_and_printable(tmp_path: Path, name: str) -> None:
+    folder = TINY.write(tmp_path / "model")
+    content = header_of({name: {"dtype": "F32", "shape": [1], "data_offsets": [0, 8]}}) + bytes(8)
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(WorkerFault, match=r"tensor .*offsets \[0, 8\] came$") as caught:
+        SafetensorsFolder(folder)
+    text = str(caught.value)
+    assert text.isprintable() and len(text) < 2 * MAX_TEXT
+    assert "\\x1b[2J\\ud800" in text or "nnn ... nnn" in text
+
+
 def write_sharded(folder: Path) -> dict[str, str]:
     TINY.write(folder)
     (folder / "model.safetensors").unlink()
@@ -250,7 +305,8 @@ def test_a_sharded_folder_is_read_by_its_index(tmp_path: Path) -> None:
         assert torch.equal(checkpoint.read(name), torch.from_numpy(value))
 
 
-@pytest.mark.parametrize("shard", ["../model-0.safetensors", "/etc/passwd", "model-0.bin", "model-9.safetensors"])
+@pytest.mark.parametrize("shard", ["../model-0.safetensors", "/etc/passwd", "model-0.bin", "model-9.safetensors",
+                                   "\0.safetensors"])  # fmt: skip
 def test_an_index_cannot_name_what_is_not_in_its_folder(tmp_path: Path, shard: str) -> None:
     weight_map = write_sharded(tmp_path / "model") | {"model.norm.weight": shard}
     (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import mmap
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,20 +14,25 @@ from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
 from deepinfer_kernels import select_ops
+from deepinfer_workers.batch import Ints
+from deepinfer_workers.models.deepseek import engram_hash
 from deepinfer_workers.models.deepseek.config import EngramConfig
 from deepinfer_workers.models.deepseek.engram import Engram
-from deepinfer_workers.models.deepseek.engram_hash import NO_TOKEN, EngramHash, compressed_vocabulary, ngrams
+from deepinfer_workers.models.deepseek.engram_hash import (
+    NO_TOKEN,
+    EngramHash,
+    compressed_vocabulary,
+    layer_hashes,
+    ngrams,
+)
 from deepinfer_workers.models.deepseek.engram_table import EngramTable
 from deepinfer_workers.runner import WorkerFault
-
-Ints = npt.NDArray[np.int64]
 
 RELEASED: Final = EngramConfig((1, 14), (384006168, 384016682), 4, 16_000_000, 8, 256, 2, 99092)
 TINY: Final = EngramConfig((1, 4), (420, 508), 3, 101, 2, 32, 2, 128)
@@ -95,7 +102,7 @@ def oracle_config(config: EngramConfig, **changes: object) -> SimpleNamespace:
 
 
 def hashes(case: Case) -> list[EngramHash]:
-    return [EngramHash(case.config, case.compressed, case.image_token_id, layer) for layer in case.config.layers]
+    return layer_hashes(case.config, case.compressed, case.image_token_id)
 
 
 # --- the compressed vocabulary ---
@@ -110,7 +117,7 @@ def test_ids_that_the_tokenizer_lacks_are_no_tokens(tiny_tokenizer: Path) -> Non
     compressed = compressed_vocabulary(tiny_tokenizer, 260)
     assert np.array_equal(compressed[:256], np.arange(256) // 2)
     assert np.all(compressed[256:] == NO_TOKEN)
-    engram = EngramHash(TINY, compressed, None, 1)
+    engram = layer_hashes(TINY, compressed, None)[0]
     lacking, before_the_start = np.array([[9, 258, 5]]), np.array([[9, NO_TOKEN, NO_TOKEN]])
     assert np.array_equal(engram.rows(lacking), engram.rows(before_the_start))
 
@@ -122,6 +129,27 @@ def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path, text: str | No
     with pytest.raises(WorkerFault, match=r"^tokenizer\.json: a tokenizer was expected") as caught:
         compressed_vocabulary(tmp_path / "tokenizer.json", 256)
     assert caught.value.code == "model_file"
+
+
+def test_a_tokenizer_that_panics_is_refused(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    tokenizer = json.loads(tiny_tokenizer.read_text().replace('"t0"', '"tt"'))
+    tokenizer["decoder"] = {"type": "Strip", "content": "t", "start": 0, "stop": 5}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(WorkerFault, match=r"^tokenizer\.json: a tokenizer was expected") as caught:
+        compressed_vocabulary(tmp_path / "tokenizer.json", 256)
+    assert caught.value.code == "model_file"
+
+
+def test_a_tokenizer_is_bounded_and_no_pipe(
+    tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = tiny_tokenizer.stat().st_size
+    monkeypatch.setattr(engram_hash, "MAX_TOKENIZER_BYTES", size - 1)
+    with pytest.raises(WorkerFault, match=rf"^tokenizer\.json: at most {size - 1} bytes were expected, {size} came"):
+        compressed_vocabulary(tiny_tokenizer, 256)
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(WorkerFault, match=r"^tokenizer\.json: a regular file was expected"):
+        compressed_vocabulary(tmp_path / "tokenizer.json", 256)
 
 
 # --- hashes ---
@@ -172,8 +200,20 @@ def test_a_configuration_that_contradicts_the_tokenizer_or_itself_is_refused(
 ) -> None:
     compressed = compressed_vocabulary(tiny_tokenizer, 256)
     with pytest.raises(WorkerFault, match=re.escape(message)) as caught:
-        EngramHash(config, compressed, 77, 4)
+        layer_hashes(config, compressed, 77)
     assert caught.value.code == "model_file"
+
+
+def test_primes_are_looked_for_once_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def note(start: int) -> Iterator[int]:
+        starts.append(start)
+        return primes_from(start)
+
+    starts: list[int] = []
+    primes_from = engram_hash._primes_from
+    monkeypatch.setattr(engram_hash, "_primes_from", note)
+    assert len(layer_hashes(TINY, np.arange(256) // 2, 77)) == 2
+    assert starts == [TINY.vocab_size]
 
 
 # --- the table ---
@@ -193,20 +233,22 @@ def test_rows_of_a_table_are_its_codes_times_their_scales() -> None:
     factors = torch.pow(2.0, scales.view(torch.uint8).double() - 127).repeat_interleave(32, 1)
     rows = np.random.default_rng(0).integers(0, 50, (7, 3))
     expected = (codes.double() * factors)[torch.from_numpy(rows)].reshape(7, 3 * 64)
-    gathered = EngramTable(codes, scales).gather(rows)
-    assert gathered.dtype == torch.float32 and torch.equal(gathered.double(), expected)
+    fetched = EngramTable(codes, scales).fetch(rows).dequantize()
+    assert fetched.dtype == torch.float32 and torch.equal(fetched.double(), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_table_without_scales_holds_the_values(dtype: torch.dtype) -> None:
     values = torch.randn(20, 32, generator=torch.Generator().manual_seed(2)).to(dtype)
     rows = np.array([[3, 3], [19, 0]])
-    assert torch.equal(EngramTable(values, None).gather(rows), values.float()[torch.from_numpy(rows)].reshape(2, 64))
+    assert torch.equal(
+        EngramTable(values, None).fetch(rows).dequantize(), values.float()[torch.from_numpy(rows)].reshape(2, 64)
+    )
 
 
 def test_no_positions_have_no_rows() -> None:
-    gathered = EngramTable(float8(9, 64), powers_of_two(9, 2)).gather(np.empty((0, 24), np.int64))
-    assert gathered.shape == (0, 24 * 64)
+    fetched = EngramTable(float8(9, 64), powers_of_two(9, 2)).fetch(np.empty((0, 24), np.int64)).dequantize()
+    assert fetched.shape == (0, 24 * 64)
 
 
 def test_a_row_that_is_not_there_is_refused() -> None:
@@ -236,7 +278,7 @@ def resident_bytes(path: Path) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux says what is resident")
-def test_a_gather_touches_the_pages_of_its_rows_alone(sparse_table: tuple[Path, Tensor, Tensor]) -> None:
+def test_a_fetch_touches_the_pages_of_its_rows_alone(sparse_table: tuple[Path, Tensor, Tensor]) -> None:
     path, codes, scales = sparse_table
     num_rows = len(codes)
     rows = np.random.default_rng(6).integers(0, num_rows, (40, 24))
@@ -248,8 +290,8 @@ def test_a_gather_touches_the_pages_of_its_rows_alone(sparse_table: tuple[Path, 
             file.write(value.tobytes())
             file.seek(num_rows * 256 + row * 8)
             file.write(bytes([128] * 8))
-    gathered = EngramTable(codes, scales).gather(rows)
-    assert torch.equal(gathered, values.float().mul(2.0).reshape(40, 24 * 256))
+    fetched = EngramTable(codes, scales).fetch(rows).dequantize()
+    assert torch.equal(fetched, values.float().mul(2.0).reshape(40, 24 * 256))
     # A page for the codes and one for the scales of a row; what the kernel reads ahead unasked would be 8 times that.
     assert resident_bytes(path) <= 2 * (2 * rows.size) * mmap.PAGESIZE
 
@@ -290,7 +332,7 @@ def test_streams_are_the_oracles(oracle_layer: Any) -> None:
         is_image = torch.rand(length, generator=generator) < 0.3
         with torch.no_grad():
             expected = oracle_layer(streams[None], rows[None], token_mask=~is_image[None])[0]
-        out = engram.apply(streams, table.gather(rows.numpy()), is_image)
+        out = engram.apply(streams, table.fetch(rows.numpy()).dequantize(), is_image)
         assert torch.equal(out[is_image], streams[is_image])
         assert (out - streams).abs().max() > 0.1  # it does something
         torch.testing.assert_close(out, expected, rtol=0, atol=TOLERANCE)
@@ -319,7 +361,7 @@ def test_a_positions_bits_do_not_depend_on_its_company() -> None:
     engram = layer_of(weight, query, key)
 
     def run(first: int, last: int) -> Tensor:
-        return engram.apply(streams[first:last], table.gather(rows[first:last]), is_image[first:last])
+        return engram.apply(streams[first:last], table.fetch(rows[first:last]).dequantize(), is_image[first:last])
 
     whole = run(0, num_rows)
     for size in (1, 5, 16):

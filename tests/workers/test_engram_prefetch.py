@@ -7,18 +7,15 @@ from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
-from deepinfer_workers.batch import DeviceBatch, Limits
+from deepinfer_workers.batch import DeviceBatch, Ints, Limits
 from deepinfer_workers.models.deepseek.config import EngramConfig
-from deepinfer_workers.models.deepseek.engram_hash import EngramHash, ngrams
+from deepinfer_workers.models.deepseek.engram_hash import layer_hashes, ngrams
 from deepinfer_workers.models.deepseek.engram_prefetch import EngramPrefetch, EngramPrefetcher, EngramSource
 from deepinfer_workers.models.deepseek.engram_table import EngramRows, EngramTable
 from doubles.driver import admit, plan
-
-Ints = npt.NDArray[np.int64]
 
 CONFIG: Final = EngramConfig((1, 4), (420, 508), 3, 101, 2, 32, 2, 128)
 LIMITS: Final = Limits(
@@ -65,8 +62,7 @@ def tables() -> list[WatchedTable]:
 def sources(tables: list[WatchedTable]) -> list[EngramSource]:
     compressed = np.arange(256) // 2
     return [
-        EngramSource(EngramHash(CONFIG, compressed, 77, layer), table)
-        for layer, table in zip(CONFIG.layers, tables, strict=True)
+        EngramSource(hash_, table) for hash_, table in zip(layer_hashes(CONFIG, compressed, 77), tables, strict=True)
     ]
 
 
@@ -114,7 +110,7 @@ class Sequences:
 def assert_rows(taken: list[EngramRows], tokens: Ints, sources: list[EngramSource]) -> None:
     assert len(taken) == len(sources)
     for rows, source in zip(taken, sources, strict=True):
-        assert torch.equal(rows.dequantize(), source.table.gather(source.hash.rows(tokens)))
+        assert torch.equal(rows.dequantize(), source.fetch(tokens).dequantize())
 
 
 def take(sequences: Sequences, step: EngramPrefetch, sources: list[EngramSource]) -> Ints:

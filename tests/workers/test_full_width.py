@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.full_width import CONFIG, TEXT_CONFIG, memory_now, run
 from deepinfer_kernels import select_ops
+from deepinfer_workers.models.deepseek import moe as moe_module
 from deepinfer_workers.models.deepseek.config import DeepseekConfig
 from deepinfer_workers.models.deepseek.generator import write_model
 from deepinfer_workers.models.deepseek.moe import ExpertCache, MoE
@@ -52,12 +53,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def moe(folder: Path, num_ranks: int = 1, rank: int = 0) -> tuple[MoE, ExpertCache]:
+def moe(folder: Path, num_ranks: int = 1, rank: int = 0, most_bytes: int | None = None) -> tuple[MoE, ExpertCache]:
     opened = SafetensorsFolder(folder)
     config = DeepseekConfig.read(opened.metadata, "config.json")
     tensors = RankTensors(opened, config, num_ranks, rank)
     weights = DeepseekWeights(tensors, config, select_ops("cpu", batch_invariant=True, dtype="float32"), True)
-    experts = ExpertCache(weights, 1 << 30)
+    experts = ExpertCache(weights, most_bytes)
     return MoE(weights, f"layers.{LAYER}.ffn", LAYER, experts), experts
 
 
@@ -137,3 +138,29 @@ def test_one_rank_at_full_width_stays_below_12_gib() -> None:
     assert figures["peak_gib"] <= MOST_GIB, figures
     assert figures["checkpoint_gb"] > 140 and figures["engram_rows"] > 24_000
     assert 200 < figures["experts_used"] <= 5 * 48
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("num_kept", "num_read"), [(20, 30), (19, 50)])
+def test_experts_are_kept_where_those_of_a_token_fit(whole: Path, num_kept: int, num_read: int) -> None:
+    """Ten layers of two experts a token: those of one token are asked for twice, and then ten others."""
+    _, experts = moe(whole, most_bytes=num_kept * 3 * 128 * 64 * 4)
+    names = [f"layers.{layer}.ffn.experts.{expert}" for layer in range(10) for expert in range(3)]
+    token = [name for name in names if not name.endswith(".2")]
+    for name in token + token:
+        experts.get(name)
+    for name in set(names) - set(token):
+        experts.get(name)
+    assert experts.num_expanded.total() == num_read
+    assert len(experts._experts) == (20 if num_kept == 20 else 0)
+
+
+def test_half_of_what_is_free_is_for_experts(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_expert = 3 * 128 * 64 * 4
+    monkeypatch.setattr(moe_module, "free_bytes", lambda device: 2 * 80 * one_expert)
+    _, experts = moe(whole)
+    assert experts._find_most() == 80
+    assert ExpertCache(experts._weights, num_workers=4)._find_most() == 20
+    assert ExpertCache(experts._weights, num_workers=5)._find_most() == 0
+    monkeypatch.setattr(moe_module, "free_bytes", lambda device: None)
+    assert moe(whole)[1]._find_most() == (1 << 30) // one_expert

@@ -330,14 +330,20 @@ def _raiser(error: Exception) -> Callable[..., NoReturn]:
 def test_memory_without_room_for_a_block_is_a_fault(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The slots come first; what is left must hold a block."""
     config = msgspec.structs.replace(DEFAULTS, model=str(folder), num_blocks=0)
-    num_slots_bytes = config.num_slots * slot_bytes(TINY.max_len, config.block_size)
+    per_slot = slot_bytes(TINY.max_len, config.block_size)
+    num_slots_bytes = config.num_slots * per_slot
     block_bytes = Driver(folder).ready.block_bytes
-    monkeypatch.setattr(capacity, "DEFAULT_KV_BYTES", num_slots_bytes + block_bytes)
+    monkeypatch.setattr(capacity, "free_bytes", lambda device: num_slots_bytes + block_bytes)
     assert ModelRunner(config).load(lambda done, total: None).num_blocks == 1
-    monkeypatch.setattr(capacity, "DEFAULT_KV_BYTES", num_slots_bytes + block_bytes - 1)
-    with pytest.raises(WorkerFault, match=f"no block of {block_bytes} bytes") as caught:
-        ModelRunner(config).load(lambda done, total: None)
-    assert caught.value.code == "out_of_memory"
+    slots = f"max_num_seqs {config.num_slots} with max_model_len {TINY.max_len} takes {num_slots_bytes} bytes"
+    for free, words in (
+        (num_slots_bytes + block_bytes - 1, f"slots, {block_bytes - 1} bytes, holds no block of {block_bytes} bytes"),
+        (num_slots_bytes - 1, f"{slots}, {per_slot} for each sequence, and {num_slots_bytes - 1} are free"),
+    ):
+        monkeypatch.setattr(capacity, "free_bytes", lambda device, free=free: free)
+        with pytest.raises(WorkerFault, match=words) as caught:
+            ModelRunner(config).load(lambda done, total: None)
+        assert caught.value.code == "out_of_memory"
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 48, 256])

@@ -12,15 +12,16 @@ import torch
 from deepinfer_kernels import Ops
 from deepinfer_protocol import WorkerConfig
 from deepinfer_workers.batch import Limits
+from deepinfer_workers.device_memory import free_bytes
 from deepinfer_workers.graphs import ladder
 from deepinfer_workers.models.model import Model
 from deepinfer_workers.runner import WorkerFault
 from deepinfer_workers.slots import slot_bytes
 
 DEFAULT_KV_BYTES: Final = 1 << 30
-"""On the CPU, whose memory is everybody's."""
+"""Of blocks, at most, on the CPU, whose memory is everybody's. Slots come on top: as many as were asked for."""
 MIN_BLOCK_SIZE: Final = 16
-"""Tokens, where the configuration leaves it to us."""
+"""Tokens."""
 MIN_LADDER: Final = 64
 """Short prompts go by graphs too, however few slots there are."""
 GPU_RESERVE: Final = 0.08
@@ -45,7 +46,7 @@ def limits_of(config: WorkerConfig, model: Model, ops: Ops) -> Limits:
     """What plans may name: as configured, or as many blocks as fit beside the weights. Raises `WorkerFault`."""
     # Without graphs sizes are the same: so are the kernels, and so are the bits.
     most = min(max(config.num_slots, MIN_LADDER), config.max_batch_positions)
-    block_size = config.block_size or -(-MIN_BLOCK_SIZE // model.block_multiple) * model.block_multiple
+    block_size = config.block_size or block_size_of(model.block_multiple)
     return Limits(
         num_slots=config.num_slots,
         num_blocks=config.num_blocks or _num_blocks(config, model, ops, block_size),
@@ -58,25 +59,43 @@ def limits_of(config: WorkerConfig, model: Model, ops: Ops) -> Limits:
     )
 
 
+def block_size_of(multiple: int) -> int:
+    """Tokens of a block, where the configuration leaves it to us."""
+    return -(-MIN_BLOCK_SIZE // multiple) * multiple
+
+
 def _num_blocks(config: WorkerConfig, model: Model, ops: Ops, block_size: int) -> int:
     needs = model.cache_needs(block_size)
     block_bytes = needs.block_bytes
     if config.kv_cache_bytes:
         what, most, num_blocks = "kv_cache_bytes", config.kv_cache_bytes, config.kv_cache_bytes // block_bytes
     else:
-        num_slots_bytes = config.num_slots * (needs.slot_bytes + slot_bytes(model.max_len, block_size))
-        what, most = "free memory of", _spare_bytes(ops) - num_slots_bytes
+        per_slot = needs.slot_bytes + slot_bytes(model.max_len, block_size)
+        what, most = "what is free beside the slots,", _bytes_beside_slots(config, model.max_len, per_slot, ops)
         most_useful = config.num_slots * -(-model.max_len // block_size)
         num_blocks = min(most_useful, most // block_bytes)
     if num_blocks < 1:
-        raise WorkerFault("out_of_memory", f"{what} {most} holds no block of {block_bytes} bytes")
+        raise WorkerFault("out_of_memory", f"{what} {most} bytes, holds no block of {block_bytes} bytes")
     return num_blocks
 
 
-def _spare_bytes(ops: Ops) -> int:
-    """For slots and KV blocks, where the configuration leaves it to us."""
+def _bytes_beside_slots(config: WorkerConfig, max_len: int, per_slot: int, ops: Ops) -> int:
+    """For blocks, where the configuration leaves it to us. Raises `WorkerFault` without room for the slots."""
+    spare, needed = _spare_bytes(ops), config.num_slots * per_slot
+    if spare is not None and needed > spare:
+        slots = f"max_num_seqs {config.num_slots} with max_model_len {max_len} takes {needed} bytes"
+        text = f"{slots}, {per_slot} for each sequence, and {max(spare, 0)} are free"
+        raise WorkerFault("out_of_memory", text)
+    if ops.device.type == "cuda":
+        assert spare is not None, "CUDA says it"
+        return spare - needed
+    return DEFAULT_KV_BYTES if spare is None else min(spare - needed, DEFAULT_KV_BYTES)
+
+
+def _spare_bytes(ops: Ops) -> int | None:
+    """For slots and blocks; `None` where the system does not say."""
     if ops.device.type != "cuda":
-        return DEFAULT_KV_BYTES
+        return free_bytes(ops.device)
     torch.cuda.empty_cache()  # what loading left behind is free as well
-    free_bytes, total_bytes = torch.cuda.mem_get_info(ops.device)
-    return int(free_bytes - GPU_RESERVE * total_bytes)
+    free, total = torch.cuda.mem_get_info(ops.device)
+    return int(free - GPU_RESERVE * total)

@@ -64,14 +64,14 @@ class Fields:
             raise self.bad(key, f"a positive number was expected, {value!r} came")
         return float(value)
 
-    def child(self, key: str, spelling: Mapping[str, str] | None = None) -> Fields | None:
+    def child(self, key: str) -> Fields | None:
         """The object under `key`, where there is one."""
         value = self._find(key)
         if value is None:
             return None
         if not isinstance(value, dict):
             raise self.bad(key, f"an object was expected, {value!r} came")
-        return Fields(f"{self._name}: {self._spelled(key)}", value, spelling=spelling)
+        return Fields(f"{self._name}: {self._spelled(key)}", value)
 
     def refuse_unless(self, key: str, *allowed: Any) -> None:
         """The value is one of `allowed`, or missing."""

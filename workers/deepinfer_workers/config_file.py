@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from deepinfer_workers.checkpoint import bad_file, unsupported
+from deepinfer_workers.checkpoint import bad_file, read_bounded, unsupported
 
 MAX_CONFIG_BYTES: Final = 1 << 20
 
@@ -31,10 +31,7 @@ def config_architecture(config: Mapping[str, Any]) -> str:
 def read_json(path: Path, max_bytes: int) -> dict[str, Any]:
     """An object of at most `max_bytes`. Raises `WorkerFault`."""
     try:
-        size = path.stat().st_size
-        if size > max_bytes:
-            raise bad_file(path.name, f"at most {max_bytes} bytes were expected, {size} came")
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_bounded(path, max_bytes))
     except (OSError, ValueError, RecursionError) as error:
         raise bad_file(path.name, f"cannot be read: {error}") from None
     if not isinstance(content, dict):

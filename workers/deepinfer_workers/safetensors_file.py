@@ -13,6 +13,7 @@ import mmap
 import platform
 import struct
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -21,11 +22,12 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from deepinfer_workers.checkpoint import TensorInfo, bad_file, unsupported
+from deepinfer_workers.checkpoint import MAX_TENSORS, TensorInfo, bad_file, check_regular, unsupported
 from deepinfer_workers.runner import WorkerFault
 
 MAX_HEADER_BYTES: Final = 100_000_000
 """As the safetensors library has it."""
+MAX_DIMS: Final = 8
 DTYPES: Final = {
     "F32": torch.float32,
     "F16": torch.float16,
@@ -64,10 +66,6 @@ class SafetensorsFile:
         """In the order of the file."""
         return self._entries
 
-    @property
-    def is_mapped(self) -> bool:
-        return self._map is not None
-
     def view(self, name: str) -> Tensor:
         """The tensor as stored, on the pages of the file. Not to be written to."""
         info, start = self._entries[name]
@@ -92,6 +90,7 @@ class SafetensorsFile:
 
     def _read_header(self) -> tuple[int, dict[str, Entry]]:
         try:
+            check_regular(self._path)
             with self._path.open("rb") as file:
                 size_bytes = self._path.stat().st_size
                 length_bytes = file.read(_LENGTH.size)
@@ -114,14 +113,15 @@ class SafetensorsFile:
         if not isinstance(header, dict):
             raise self._bad(f"a header of tensors was expected, {type(header).__name__} came")
         header.pop("__metadata__", None)  # text for people
+        if len(header) > MAX_TENSORS:
+            raise self._bad(f"at most {MAX_TENSORS} tensors were expected in its header, {len(header)} came")
         return header
 
     def _unique(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in found:
-                raise bad_file(self.name, f"tensor {key}: one entry in the header was expected, two came")
-            found[key] = value
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+            raise bad_file(self.name, f"tensor {key}: one entry in the header was expected, two came")
         return found
 
     def _place(self, header: dict[str, Any], data_start: int, size_bytes: int) -> dict[str, Entry]:
@@ -149,9 +149,9 @@ class SafetensorsFile:
         dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise unsupported(self.name, f"tensor {name} has dtype {dtype!r:.80}; {', '.join(DTYPES)} can be read")
-        if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-            text = f"a shape and two offsets were expected, {shape!r:.200} and {offsets!r:.200} came"
-            raise self._bad_tensor(name, text)
+        if not _are_sizes(shape, MAX_DIMS) or not _are_sizes(offsets, 2) or len(offsets) != 2:
+            expected = f"a shape of at most {MAX_DIMS} sizes and two offsets were expected"
+            raise self._bad_tensor(name, f"{expected}, {shape!r:.200} and {offsets!r:.200} came")
         num_bytes = prod(shape) * DTYPES[dtype].itemsize
         if offsets[1] - offsets[0] != num_bytes:
             text = f"{dtype} of shape {tuple(shape)} takes {num_bytes} bytes, offsets {offsets} came"
@@ -165,8 +165,14 @@ class SafetensorsFile:
         return bad_file(self.name, f"tensor {name}: {text}")
 
 
-def _are_sizes(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 62 for value in values)
+def _are_sizes(values: Any, most: int) -> bool:
+    """A list of at most so many."""
+    if not isinstance(values, list) or len(values) > most:
+        return False
+    for value in values:  # noqa: SIM110 (a generator for each of a hundred thousand tensors takes as long as the rest)
+        if type(value) is not int or not 0 <= value < 1 << 62:
+            return False
+    return True
 
 
 def _map(path: Path) -> mmap.mmap:

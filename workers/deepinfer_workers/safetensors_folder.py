@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from deepinfer_workers.checkpoint import TensorInfo, bad_file, unsupported
+from deepinfer_workers.checkpoint import MAX_TENSORS, TensorInfo, bad_file, unsupported
 from deepinfer_workers.config_file import config_architecture, read_config, read_json
 from deepinfer_workers.safetensors_file import SafetensorsFile
 
@@ -62,11 +62,6 @@ class SafetensorsFolder:
     def architecture(self) -> str:
         return config_architecture(self.metadata)
 
-    @property
-    def mapped_files(self) -> list[str]:
-        """Names of the files of which tensors were asked for."""
-        return [shard for shard, file in self._files.items() if file.is_mapped]
-
     def read(self, name: str) -> Tensor:
         if self.tensors[name].dtype not in _FLOATS:
             text = f"tensor {name} has dtype {self.tensors[name].dtype}; F32, F16, BF16 can be widened"
@@ -101,8 +96,11 @@ class SafetensorsFolder:
         weight_map = index.get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
             raise bad_file(INDEX, f"a weight_map from tensors to files was expected, {weight_map!r:.80} came")
+        if len(weight_map) > MAX_TENSORS:
+            raise bad_file(INDEX, f"at most {MAX_TENSORS} tensors were expected, {len(weight_map)} came")
         for name, shard in weight_map.items():
-            if not shard.endswith(".safetensors") or "/" in shard or Path(shard).name != shard:
+            is_plain = shard.isprintable() and "/" not in shard and Path(shard).name == shard
+            if not is_plain or not shard.endswith(".safetensors"):
                 text = f"tensor {name}: a safetensors file in its folder was expected, {shard!r:.200} came"
                 raise bad_file(INDEX, text)
         metadata = index.get("metadata")

@@ -46,6 +46,10 @@ class ModelOptions(NamedTuple):
     cache_format: str = "auto"
     quantizes_activations: bool = True
     quantizes_caches: bool = True
+    expert_cache_bytes: int | None = None
+    """For experts that are expanded when tokens are sent to them; `None`: a share of what is free."""
+    num_workers: int = 1
+    """They may be on one machine, and share its memory."""
 
     @classmethod
     def of(cls, config: WorkerConfig) -> ModelOptions:
@@ -56,6 +60,7 @@ class ModelOptions(NamedTuple):
             config.cache_format,
             config.quantize_activations,
             config.quantize_cache,
+            num_workers=config.num_ranks,
         )
 
 

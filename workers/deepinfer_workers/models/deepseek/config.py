@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import lcm
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 Family = Literal["v4.1", "v4"]
+SCALE_GROUP: Final = 32
+"""Numbers that share a scale, where not a square of them does: rows of weights, of activations and of cached keys are
+whole groups of it."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,6 @@ class DeepseekConfig:
     # Experts
     num_experts: int
     experts_per_token: int
-    num_shared_experts: int
     expert_width: int
     route_scale: float
     swiglu_limit: float
@@ -114,9 +116,6 @@ class DeepseekConfig:
     """FP8 linears and FP4 experts, as released; else plain BF16 or F32 weights without scales."""
     scale_block: int
     """Side of the square that shares an FP8 weight's scale."""
-    bos_token_id: int
-    eos_token_id: int
-    pad_token_id: int
     image_token_id: int | None
     # Parts that not every model has
     engram: EngramConfig | None
@@ -139,6 +138,11 @@ class DeepseekConfig:
     def num_stages(self) -> int:
         """Draft stages, stored as `mtp.0`, `mtp.1` and so on."""
         return self.num_mtp_layers if self.dspark is None else self.dspark.num_stages
+
+    @property
+    def num_draft_experts(self) -> int:
+        """Of a draft stage."""
+        return self.num_experts if self.dspark is None else self.dspark.num_experts
 
     @property
     def decoder_start(self) -> int:

@@ -13,6 +13,8 @@ from deepinfer_workers.models.deepseek.config import DsparkConfig, EngramConfig,
 MAX_LAYERS: Final = 1024
 MAX_STAGES: Final = 16
 MAX_TABLE_ROWS: Final = 1 << 36
+MAX_TABLE_PARTS: Final = 1 << 12
+"""One a layer, length and head, each the size of a prime of its own, which is to be found. The release has 48."""
 _DSPARK_KEYS: Final = (
     "dspark_block_size", "dspark_noise_token_id", "dspark_target_layer_ids", "dspark_markov_rank",
     "dspark_n_routed_experts", "dspark_num_experts_per_tok",
@@ -54,6 +56,10 @@ def read_engram(fields: Fields, num_layers: int, vocab_size: int) -> EngramConfi
     if len(engram.table_rows) != len(layers):
         text = f"a number for each of {len(layers)} layers was expected, {list(engram.table_rows)} came"
         raise fields.bad("engram_num_embeddings", text)
+    num_parts = len(layers) * (engram.max_ngram - 1) * engram.num_heads
+    if num_parts > MAX_TABLE_PARTS:
+        text = f"at most {MAX_TABLE_PARTS} parts of all tables were expected, {num_parts} came"
+        raise fields.bad("engram_n_heads", text)
     least = (engram.max_ngram - 1) * engram.num_heads * engram.vocab_size  # as many primes, none below it
     if min(engram.table_rows) < least:
         raise fields.bad("engram_num_embeddings", f"at least {least} rows expected, {min(engram.table_rows)} came")

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from deepinfer_workers.checkpoint import MAX_TENSORS
 from deepinfer_workers.config_fields import REQUIRED, Fields
-from deepinfer_workers.models.deepseek.config import DeepseekConfig, Family, VisionConfig, Yarn
+from deepinfer_workers.models.deepseek.config import SCALE_GROUP, DeepseekConfig, Family, VisionConfig, Yarn
 from deepinfer_workers.models.deepseek.config_parts import (
     MAX_LAYERS,
     MAX_STAGES,
@@ -21,9 +22,10 @@ from deepinfer_workers.models.deepseek.config_parts import (
     read_yarn,
 )
 
-MIN_GROUP: Final = 32
-"""Numbers that share a scale: rows of weights, of activations and of cached keys are whole groups of it."""
+EXPERT_TENSORS: Final = 6
+"""Of an expert: three matrices and their scales."""
 SCALE_BLOCKS: Final[dict[Family, int]] = {"v4.1": 32, "v4": 128}
+ARCHITECTURES: Final[dict[Family, str]] = {"v4.1": "DeepseekV41ForCausalLM", "v4": "DeepseekV4ForCausalLM"}
 RATIOS: Final[dict[Family, tuple[int, ...]]] = {"v4.1": (0, 1, 2), "v4": (0, 4, 128)}
 INDEXED_RATIO_V4: Final = 4
 """V4 layers of this ratio choose rows; those of the other see all."""
@@ -59,7 +61,8 @@ _OFFICIAL_VISION: Final = {
     "downsample_ratio": "vision_downsample_ratio",
 }
 _IGNORED: Final = frozenset({
-    "architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "use_cache", "initializer_range",
+    "bos_token_id", "eos_token_id", "pad_token_id",
+    "model_type", "dtype", "torch_dtype", "transformers_version", "use_cache", "initializer_range",
     "return_dict", "output_hidden_states", "output_attentions", "chunk_size_feed_forward", "is_encoder_decoder",
     "id2label", "label2id", "problem_type", "_name_or_path", "rope_theta", "max_image_tokens", "min_pixels",
     "max_wh_ratio", "vision_rope_theta", "vision_max_n_token", "vision_min_pixels", "vision_max_wh_ratio",
@@ -137,7 +140,6 @@ class _Reader:
             yarn=yarn,
             num_experts=text.size("n_routed_experts"),
             experts_per_token=text.size("num_experts_per_tok"),
-            num_shared_experts=text.size("n_shared_experts"),
             expert_width=text.size("moe_intermediate_size"),
             route_scale=text.number("routed_scaling_factor"),
             swiglu_limit=text.number("swiglu_limit"),
@@ -147,9 +149,6 @@ class _Reader:
             hc_eps=text.number("hc_eps"),
             is_quantized=is_quantized,
             scale_block=scale_block,
-            bos_token_id=self._token("bos_token_id", 0, vocab_size),
-            eos_token_id=self._token("eos_token_id", 1, vocab_size),
-            pad_token_id=self._token("pad_token_id", 2, vocab_size),
             image_token_id=self._image_token(vision, vocab_size),
             engram=None if is_v4 else read_engram(text, num_layers, vocab_size),
             dspark=dspark,
@@ -171,6 +170,7 @@ class _Reader:
         ):  # fmt: skip
             self._text.refuse_unless(key, *allowed)
         self._root.refuse_unless("tie_word_embeddings", False)
+        self._root.refuse_unless("architectures", [ARCHITECTURES[self._family]])
         models = {"v4.1": ("deepseek_v41", "deepseek_v41_text"), "v4": ("deepseek_v4",)}[self._family]
         self._root.refuse_unless("model_type", *models)
         self._text.refuse_unless("model_type", *models)
@@ -280,10 +280,6 @@ class _Reader:
         fields.refuse_others(_IGNORED)
         return True, fields.sizes("weight_block_size", [released, released])[0]
 
-    def _token(self, key: str, default: int, vocab_size: int) -> int:
-        self._text.know(key)  # some writers repeat it there
-        return self._root.size(key, min(default, vocab_size - 1), low=0, high=vocab_size - 1)
-
     def _image_token(self, vision: VisionConfig | None, vocab_size: int) -> int | None:
         """None where no image can be seen: a small vocabulary may not even have the token."""
         self._root.know("image_token_id")
@@ -291,7 +287,16 @@ class _Reader:
 
     # What figures say about each other
 
+    def _check_num_experts(self, config: DeepseekConfig) -> None:
+        """Before anything is made for each of them."""
+        num_drafted = config.num_stages * config.num_draft_experts
+        num_experts, most = config.num_layers * config.num_experts + num_drafted, MAX_TENSORS // EXPERT_TENSORS
+        if num_experts > most:
+            text = f"at most {most} experts of all layers and draft stages were expected, {num_experts} came"
+            raise self._text.bad("n_routed_experts", text)
+
     def _check(self, config: DeepseekConfig) -> None:
+        self._check_num_experts(config)
         multiples = [
             ("hidden_size", config.hidden_size), ("head_dim", config.head_dim), ("q_lora_rank", config.q_lora_rank),
             ("o_lora_rank", config.o_lora_rank), ("index_head_dim", config.index_dim),
@@ -300,8 +305,8 @@ class _Reader:
         if config.engram is not None:
             multiples.append(("engram_head_dim", config.engram.head_dim))
         for key, value in multiples:
-            if value % MIN_GROUP:
-                raise self._text.bad(key, f"a multiple of {MIN_GROUP} was expected, {value} came")
+            if value % SCALE_GROUP:
+                raise self._text.bad(key, f"a multiple of {SCALE_GROUP} was expected, {value} came")
         if config.num_heads % config.o_groups:
             text = f"a divisor of {config.num_heads} heads was expected, {config.o_groups} came"
             raise self._text.bad("o_groups", text)

@@ -9,20 +9,21 @@ Legend: `V` vocabulary, `T` positions, `N` longest n-gram, `H` heads of each len
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count, islice
 from math import isqrt
 from pathlib import Path
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 from tokenizers import Regex, Tokenizer, normalizers
 
-from deepinfer_workers.checkpoint import bad_file
+from deepinfer_workers.batch import Ints
+from deepinfer_workers.checkpoint import bad_file, read_bounded
 from deepinfer_workers.models.deepseek.config import EngramConfig
+from deepinfer_workers.runner import WorkerFault
 
-Ints = npt.NDArray[np.int64]
-
+MAX_TOKENIZER_BYTES: Final = 64 << 20
 NO_TOKEN: Final = -1
 """Before the start of a sequence; as a compressed id: of a token that the tokenizer lacks."""
 _LAYER_SEED: Final = 10007
@@ -35,16 +36,14 @@ def compressed_vocabulary(tokenizer_json: Path, vocab_size: int) -> Ints:
 
     Raises `WorkerFault` (`model_file`) when the file is missing or no tokenizer.
     """
-    try:
-        backend = Tokenizer.from_str(tokenizer_json.read_text(encoding="utf-8"))
-    except Exception as error:  # the library raises bare Exception
-        raise bad_file(tokenizer_json.name, f"a tokenizer was expected, Engram hashes its tokens: {error}") from None
-    normalizer = _normalizer()
     compressed_of: dict[str, int] = {}
     compressed = np.full(vocab_size, NO_TOKEN, np.int64)  # [V]
-    for token_id in range(min(vocab_size, backend.get_vocab_size(with_added_tokens=True))):
-        key = _key(backend, normalizer, token_id)
-        compressed[token_id] = compressed_of.setdefault(key, len(compressed_of))
+    with _tokenizer_faults(tokenizer_json.name):
+        backend = Tokenizer.from_str(read_bounded(tokenizer_json, MAX_TOKENIZER_BYTES).decode())
+        normalizer = _normalizer()
+        for token_id in range(min(vocab_size, backend.get_vocab_size(with_added_tokens=True))):
+            key = _key(backend, normalizer, token_id)
+            compressed[token_id] = compressed_of.setdefault(key, len(compressed_of))
     return compressed
 
 
@@ -57,11 +56,19 @@ def ngrams(tokens: Ints, first: int, num_positions: int, max_ngram: int) -> Ints
     return np.where(places < 0, NO_TOKEN, tokens[np.maximum(places, 0)])
 
 
+def layer_hashes(config: EngramConfig, compressed: Ints, image_token_id: int | None) -> list[EngramHash]:
+    """Of each of `config.layers`; `compressed` [V] is the `compressed_vocabulary`. Raises as `EngramHash` does."""
+    primes = _primes(config)
+    return [EngramHash(config, compressed, image_token_id, layer, primes) for layer in config.layers]
+
+
 class EngramHash:
     """Rows in the table of one layer."""
 
-    def __init__(self, config: EngramConfig, compressed: Ints, image_token_id: int | None, layer: int) -> None:
-        """`compressed` [V] is the `compressed_vocabulary`, `layer` one of `config.layers`.
+    def __init__(
+        self, config: EngramConfig, compressed: Ints, image_token_id: int | None, layer: int, primes: Ints
+    ) -> None:
+        """`compressed` [V] is the `compressed_vocabulary`, `layer` one of `config.layers`, `primes` those of all.
 
         Raises `WorkerFault` (`model_file`) when the configuration contradicts itself or the tokenizer.
         """
@@ -73,7 +80,7 @@ class EngramHash:
         if not 0 <= config.pad_id < len(compressed) or compressed[config.pad_id] == NO_TOKEN:
             raise bad_file("config.json", f"engram_pad_token_id: a token was expected, {config.pad_id} came")
         self.max_ngram: Final = config.max_ngram
-        self._primes = _primes(config)[index]  # [N - 1, H]
+        self._primes = primes[index]  # [N - 1, H]
         num_rows = int(self._primes.sum())
         if num_rows != config.table_rows[index]:
             text = f"the primes of layer {layer} sum up to {num_rows}, {config.table_rows[index]} came"
@@ -96,6 +103,19 @@ class EngramHash:
         mixed = np.bitwise_xor.accumulate(ids * self._multipliers, axis=1)[:, 1:, None]  # [T, N - 1, 1]
         buckets: Ints = mixed % self._primes  # [T, N - 1, H]
         return buckets.reshape(len(tokens), self._offsets.size) + self._offsets
+
+
+@contextmanager
+def _tokenizer_faults(name: str) -> Iterator[None]:
+    """What the library raises on a file of nonsense is a `WorkerFault`."""
+    try:
+        yield
+    except WorkerFault:
+        raise
+    except BaseException as error:  # bare Exception, or a panic, which is none and has no type to import
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise bad_file(name, f"a tokenizer was expected, Engram hashes its tokens: {error}") from None
 
 
 def _normalizer() -> normalizers.Normalizer:

@@ -17,7 +17,7 @@ from deepinfer_workers.batch import DeviceBatch, Ints
 from deepinfer_workers.models.deepseek.block import Streams
 from deepinfer_workers.models.deepseek.config import EngramConfig
 from deepinfer_workers.models.deepseek.engram import Engram
-from deepinfer_workers.models.deepseek.engram_hash import NO_TOKEN, EngramHash, compressed_vocabulary
+from deepinfer_workers.models.deepseek.engram_hash import NO_TOKEN, compressed_vocabulary, layer_hashes
 from deepinfer_workers.models.deepseek.engram_prefetch import EngramPrefetch, EngramPrefetcher, EngramSource
 from deepinfer_workers.models.deepseek.engram_table import EngramTable
 from deepinfer_workers.models.deepseek.weights import DeepseekWeights
@@ -50,11 +50,8 @@ class EngramLayers:
         self._image_token_id = weights.config.image_token_id
         vocabulary = compressed_vocabulary(weights.tensors.path / "tokenizer.json", weights.config.vocab_size)
         self._sources = [
-            EngramSource(
-                EngramHash(config, vocabulary, self._image_token_id, layer),
-                EngramTable(*_table(weights, f"layers.{layer}.engram.embed")),
-            )
-            for layer in config.layers
+            EngramSource(hash_, EngramTable(*_table(weights, f"layers.{layer}.engram.embed")))
+            for layer, hash_ in zip(config.layers, layer_hashes(config, vocabulary, self._image_token_id), strict=True)
         ]
         self._engrams = [_engram(weights, f"layers.{layer}.engram") for layer in config.layers]
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from deepinfer_kernels import dequantize_fp8_rows
-
-Ints = npt.NDArray[np.int64]
+from deepinfer_workers.batch import Ints
 
 
 class EngramRows(NamedTuple):
@@ -39,7 +37,6 @@ class EngramTable:
 
     def __init__(self, codes: Tensor, scales: Tensor | None) -> None:
         """`codes` [rows, D] float8_e4m3fn with `scales` [rows, G] of a byte each, or plain values without."""
-        self.width: Final[int] = codes.shape[1]
         self._codes = _StoredRows(codes)
         self._scales = None if scales is None else _StoredRows(scales)
 
@@ -47,10 +44,6 @@ class EngramTable:
         """Copy the rows [T, R] out of the file, and touch no others. Computes nothing. Raises `IndexError`."""
         scales = None if self._scales is None else self._scales.take(rows)
         return EngramRows(self._codes.take(rows), scales)
-
-    def gather(self, rows: Ints) -> Tensor:
-        """The values of the rows [T, R], those of a position side by side: [T, R * D] float32."""
-        return self.fetch(rows).dequantize()
 
 
 class _StoredRows:

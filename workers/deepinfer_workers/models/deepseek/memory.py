@@ -3,22 +3,31 @@
 `ep` ranks hold the routed experts together, each an equal run of them; `dp` ranks or groups of ranks serve requests of
 their own, with caches of their own. There are as many ranks as the larger of the two, which the smaller one divides.
 All else is on every rank, but the n-gram tables: those stay in their files, mapped, once for all ranks of a host.
+
+Not counted: blocks of cache rows, which have what `kv_cache_bytes` says; routed experts that are kept expanded, which
+have a part of what is free; what a step and the packing of a weight take for a moment.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from math import prod
 from typing import Final, NamedTuple
 
+from deepinfer_workers import slots
+from deepinfer_workers.capacity import block_size_of
 from deepinfer_workers.models.deepseek.config import DeepseekConfig
 from deepinfer_workers.models.deepseek.formats import cache_formats
 from deepinfer_workers.models.deepseek.layer_caches import slot_bytes, token_bytes, window_capacity
-from deepinfer_workers.models.deepseek.rank_tensors import experts_of_rank, tensors_of_rank
+from deepinfer_workers.models.deepseek.rank_tensors import experts_of_rank
 from deepinfer_workers.models.deepseek.tensors import DRAFT_GROUPS, TensorSpec
 from deepinfer_workers.runner import WorkerFault
 
 MAX_RANKS: Final = 4096
+NUM_ROPE_TABLES: Final = 2
+"""With and without compressed rows; of every position as many cosines and sines as dims are turned."""
+FLOAT32_BYTES: Final = 4
 
 
 class RankMemory(NamedTuple):
@@ -32,8 +41,8 @@ class RankMemory(NamedTuple):
     dense_bytes: int
     """All that is neither expert nor table."""
     expert_bytes: int
-    draft_bytes: int
-    """More, where drafts are served."""
+    draft_bytes: int | None
+    """More, where drafts are served; `None`: the ranks cannot share their experts, which are fewer."""
     vision_bytes: int
     """More, where images are served."""
 
@@ -44,11 +53,16 @@ class SharedMemory(NamedTuple):
     table_bytes: int
     """Of n-gram tables, in mapped files: of what is read, the host's page cache keeps as much as there is room for."""
     dense_numbers: int
-    """As many are expanded to float32 on a CPU, where `dense_bytes` tells what they take in the file."""
+    """As many are expanded to float32 on a CPU, where `dense_bytes` tells what they take in the file. Without the
+    embedding, whose rows stay in the mapped file there."""
+    rope_bytes: int
+    """Of the turns of every position."""
     token_bytes: float
     """Of paged cache rows, as the released model packs them: for every token that is kept."""
     slot_bytes: int
-    """Of window rings and pending states: for every request that runs."""
+    """Of window rings and pending states: for every request that may run."""
+    known_slot_bytes: int
+    """More for each of these, of its tokens and its blocks' numbers, at the model's whole length."""
     draft_slot_bytes: int
     """More, where drafts are served."""
 
@@ -58,18 +72,25 @@ def memory_by_rank(
 ) -> list[RankMemory]:
     """`sizes` are the bytes of every tensor of `specs`. Raises `WorkerFault` for ranks that do not divide."""
     num_ranks = num_ranks_of(num_ep, num_dp)
-    parts = [
-        _totals(tensors_of_rank(config, specs, num_ep, part, has_drafts=True, has_vision=True), sizes)
-        for part in range(num_ep)
-    ]
+    totals = _totals(specs, sizes)
+    has_drafts = not config.num_draft_experts % num_ep
     found = []
     for rank in range(num_ranks):
         part = rank % num_ep
-        experts, totals = experts_of_rank(config.num_experts, num_ep, part), parts[part]
-        group = rank * num_dp // num_ranks
-        bounds = experts.start, experts.stop
+        experts, drafted = experts_of_rank(config.num_experts, num_ep, part), None
+        if has_drafts:
+            draft_experts = experts_of_rank(config.num_draft_experts, num_ep, part)
+            drafted = totals["draft"] + sum(totals["draft", expert] for expert in draft_experts)
         found.append(
-            RankMemory(rank, group, bounds, totals["dense"], totals["expert"], totals["draft"], totals["vision"])
+            RankMemory(
+                rank,
+                group=rank * num_dp // num_ranks,
+                experts=(experts.start, experts.stop),
+                dense_bytes=totals["dense"],
+                expert_bytes=sum(totals["expert", expert] for expert in experts),
+                draft_bytes=drafted,
+                vision_bytes=totals["vision"],
+            )
         )
     return found
 
@@ -79,10 +100,14 @@ def shared_memory(config: DeepseekConfig, specs: Mapping[str, TensorSpec], sizes
     return SharedMemory(
         table_bytes=sum(sizes[name] for name, spec in specs.items() if spec.is_table),
         dense_numbers=sum(
-            prod(spec.shape) for name, spec in specs.items() if _kind(spec) == "dense" and not name.endswith(".scale")
+            prod(spec.shape)
+            for name, spec in specs.items()
+            if _kind(spec) == "dense" and spec.group != "embedding" and not name.endswith(".scale")
         ),
+        rope_bytes=NUM_ROPE_TABLES * config.max_len * config.rope_dim * FLOAT32_BYTES,
         token_bytes=token_bytes(config, formats),
         slot_bytes=slot_bytes(config, formats),
+        known_slot_bytes=slots.slot_bytes(config.max_len, block_size_of(config.block_multiple)),
         draft_slot_bytes=config.num_stages * window_capacity(config) * formats.window.row_bytes,
     )
 
@@ -98,11 +123,12 @@ def num_ranks_of(num_ep: int, num_dp: int) -> int:
     return max(num_ep, num_dp)
 
 
-def _totals(specs: Mapping[str, TensorSpec], sizes: Mapping[str, int]) -> dict[str, int]:
-    """Bytes of every kind."""
-    totals = dict.fromkeys(("dense", "expert", "draft", "vision", "table"), 0)
+def _totals(specs: Mapping[str, TensorSpec], sizes: Mapping[str, int]) -> Counter[str | tuple[str, int]]:
+    """Bytes of every kind, those of experts by kind and number."""
+    totals: Counter[str | tuple[str, int]] = Counter()
     for name, spec in specs.items():
-        totals[_kind(spec)] += sizes[name]
+        kind = _kind(spec)
+        totals[kind if spec.expert is None else (kind, spec.expert)] += sizes[name]
     return totals
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import torch
@@ -33,8 +32,6 @@ from deepinfer_workers.models.deepseek.rank_tensors import RankTensors
 from deepinfer_workers.models.deepseek.rope import RopeTable
 from deepinfer_workers.models.deepseek.weights import DeepseekWeights
 from deepinfer_workers.models.model import CacheNeeds, ModelOptions, Step
-
-EXPERT_CACHE_BYTES: Final = 1 << 30
 
 
 @dataclass
@@ -83,7 +80,7 @@ class Deepseek:
         weights = DeepseekWeights(tensors, config, ops, options.quantizes_activations)
         self._embedding = weights.stored("embed.weight").to(ops.device)  # [V, C], where it is mapped on the CPU
         tables = self._rope_tables()
-        self.experts = ExpertCache(weights, EXPERT_CACHE_BYTES)
+        self.experts = ExpertCache(weights, options.expert_cache_bytes, options.num_workers)
         self._blocks = [
             Block(weights, layer, tables[ratio > 0], self._formats, self.experts)
             for layer, ratio in enumerate(config.ratios)

@@ -12,9 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deepinfer_workers.device_memory import free_bytes
 from deepinfer_workers.models.deepseek.hyper import sigmoid
 from deepinfer_workers.models.deepseek.weights import DeepseekWeights, Linear
 
+DEFAULT_BYTES: Final = 1 << 30
+"""Of expanded experts, where the system does not say what is free."""
 _LEAST_SUM: Final = 1e-20
 
 
@@ -27,27 +30,44 @@ class ExpertWeights(NamedTuple):
 class ExpertCache:
     """Routed experts, expanded from the mapped file when they are needed; those used last are kept.
 
-    An expert is a twentieth of a layer, and a step needs few of them: to expand them all would take eight times the
-    file's size.
+    A step needs few of them, and to expand them all would take up to eight times the file's size. Layers ask one after
+    the other: where less than the experts of one token fit, each would be dropped before it is asked for again, and
+    none is kept.
     """
 
-    def __init__(self, weights: DeepseekWeights, most_bytes: int) -> None:
+    def __init__(self, weights: DeepseekWeights, most_bytes: int | None = None, num_workers: int = 1) -> None:
+        """`most_bytes`: of experts as they are expanded, at most. `None`: this worker's part of a half of what is free
+        when the first one is asked for, which is after all else has its memory."""
         self._weights = weights
-        self._most = max(most_bytes // (4 * 3 * weights.config.hidden_size * weights.config.expert_width), 1)
+        self._most_bytes = most_bytes
+        self._num_workers = num_workers
+        self._most: int | None = None  # experts; not known before the first one is asked for
         self._experts: OrderedDict[str, ExpertWeights] = OrderedDict()
         self.num_expanded: Counter[str] = Counter()
         """How often each expert was, by name."""
 
     def get(self, name: str) -> ExpertWeights:
         """The expert whose tensors' names begin with `name`."""
-        expert = self._experts.get(name)
+        if self._most is None:
+            self._most = self._find_most()
+        expert = self._experts.pop(name, None)
         if expert is None:
-            while len(self._experts) >= self._most:
+            while self._experts and len(self._experts) >= self._most:
                 self._experts.popitem(last=False)
-            expert = self._experts[name] = read_expert(self._weights, name)
+            expert = read_expert(self._weights, name)
             self.num_expanded[name] += 1
-        self._experts.move_to_end(name)
+        if self._most:
+            self._experts[name] = expert
         return expert
+
+    def _find_most(self) -> int:
+        config, ops, own = self._weights.config, self._weights.ops, self._weights.tensors.experts
+        most_bytes = self._most_bytes
+        if most_bytes is None:
+            free = free_bytes(ops.device)
+            most_bytes = DEFAULT_BYTES if free is None else free // 2 // self._num_workers
+        most = most_bytes // (3 * config.hidden_size * config.expert_width * ops.dtype.itemsize)
+        return most if most >= config.num_layers * min(config.experts_per_token, len(own)) else 0
 
 
 def read_expert(weights: DeepseekWeights, name: str) -> ExpertWeights:

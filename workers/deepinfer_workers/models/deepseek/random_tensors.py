@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from deepinfer_kernels import quantize_fp4, quantize_fp8_blocks, quantize_fp8_rows
-from deepinfer_workers.models.deepseek.config import DeepseekConfig
-from deepinfer_workers.models.deepseek.tensors import SCALE_GROUP, TensorSpec
+from deepinfer_workers.models.deepseek.config import SCALE_GROUP, DeepseekConfig
+from deepinfer_workers.models.deepseek.tensors import TensorSpec
 from deepinfer_workers.safetensors_file import DTYPES
 
 DRAWN: Final = 1 << 18

@@ -7,7 +7,6 @@ encoder are left out where they are not served. Computes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Final
 
 from torch import Tensor
 
@@ -17,14 +16,11 @@ from deepinfer_workers.models.deepseek.tensors import DRAFT_GROUPS, TensorSpec, 
 from deepinfer_workers.runner import WorkerFault
 from deepinfer_workers.safetensors_folder import INDEX, SafetensorsFolder
 
-MAPPED_GROUPS: Final = frozenset({"engram table", "routed experts"})
-"""They stay in their files, and are read row by row and expert by expert when tokens ask for them."""
 
-
-def experts_of_rank(num_experts: int, num_ranks: int, rank: int) -> range:
-    """The routed experts of one of `num_ranks` expert-parallel ranks. Raises `WorkerFault`."""
+def experts_of_rank(num_experts: int, num_ranks: int, rank: int, kind: str = "experts") -> range:
+    """The routed experts of one of `num_ranks` expert-parallel ranks. Raises `WorkerFault`; `kind` is for its words."""
     if num_ranks < 1 or num_experts % num_ranks:
-        raise WorkerFault("setting", f"ep: a divisor of {num_experts} experts was expected, {num_ranks} came")
+        raise WorkerFault("setting", f"ep: a divisor of {num_experts} {kind} was expected, {num_ranks} came")
     if not 0 <= rank < num_ranks:
         raise WorkerFault("setting", f"ep: a rank below {num_ranks} was expected, {rank} came")
     share = num_experts // num_ranks
@@ -42,8 +38,9 @@ def tensors_of_rank(
 ) -> dict[str, TensorSpec]:
     """Those of `specs` that the rank needs: no experts of other ranks, and only what is served."""
     experts = experts_of_rank(config.num_experts, num_ranks, rank)
-    num_drafted = config.num_experts if config.dspark is None else config.dspark.num_experts
-    draft_experts = experts_of_rank(num_drafted, num_ranks, rank) if has_drafts else range(0)
+    draft_experts = range(0)
+    if has_drafts:
+        draft_experts = experts_of_rank(config.num_draft_experts, num_ranks, rank, "draft experts")
 
     def is_wanted(spec: TensorSpec) -> bool:
         is_draft = spec.group in DRAFT_GROUPS
@@ -117,7 +114,7 @@ class RankTensors:
 
     def _num_bytes(self, name: str) -> int:
         """What is read of it at the load."""
-        return 0 if self.specs[name].group in MAPPED_GROUPS else self._folder.tensors[name].num_bytes
+        return 0 if self.specs[name].is_mapped else self._folder.tensors[name].num_bytes
 
 
 def _words(spec: TensorSpec) -> str:

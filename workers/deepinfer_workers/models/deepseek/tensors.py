@@ -13,11 +13,9 @@ from __future__ import annotations
 from math import prod
 from typing import Final, NamedTuple
 
-from deepinfer_workers.models.deepseek.config import DeepseekConfig, EngramConfig, VisionConfig
+from deepinfer_workers.models.deepseek.config import SCALE_GROUP, DeepseekConfig, EngramConfig, VisionConfig
 from deepinfer_workers.safetensors_file import DTYPES
 
-SCALE_GROUP: Final = 32
-"""Columns of a row that share a scale, in FP4 weights and Engram tables."""
 GROUPS: Final = (
     "embedding", "head", "norms", "attention", "compressor", "indexer", "hyper-connections", "gate", "routed experts",
     "shared experts", "engram table", "engram projection", "draft stages", "draft experts", "vision",
@@ -43,6 +41,11 @@ class TensorSpec(NamedTuple):
     def is_table(self) -> bool:
         """It stays in its file: rows are fetched when tokens ask for them."""
         return self.group == "engram table"
+
+    @property
+    def is_mapped(self) -> bool:
+        """It stays in its file, as tables and routed experts do, and is read in parts when tokens ask for them."""
+        return self.group in ("engram table", "routed experts")
 
     @property
     def num_bytes(self) -> int:
@@ -215,7 +218,7 @@ class _Table:
         config, group = self._config, "draft stages"
         hidden, dspark = config.hidden_size, config.dspark
         is_last = stage == config.num_stages - 1
-        self.add_layer(config.num_experts if dspark is None else dspark.num_experts, draft=group)
+        self.add_layer(config.num_draft_experts, draft=group)
         if dspark is None:
             for name in ("e_proj", "h_proj"):
                 self.fp8(name, hidden, hidden, group)
