@@ -46,6 +46,16 @@ def test_an_unknown_dtype_is_refused_by_name() -> None:
         select_ops("cpu", batch_invariant=True, dtype="bfloat16")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "fast"])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_an_exact_product_is_float32_in_any_arithmetic(dtype: str, batch_invariant: bool) -> None:
+    ops = select_ops("cpu", batch_invariant=batch_invariant, dtype=dtype)
+    x, weight = rand(5, 96), rand(40, 96)
+    out = ops.linear(x, ops.pack_exact(weight))
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out.double(), x.double() @ weight.double().T, rtol=0, atol=TOLERANCE["linear"])
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_a_missing_device_is_refused() -> None:
     with pytest.raises(UnknownAccelerator, match="CUDA"):

@@ -14,7 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from deepinfer_kernels import select_ops
+from deepinfer_workers.models.deepseek.config import DeepseekConfig
 from deepinfer_workers.models.deepseek.generator import write_model
+from deepinfer_workers.models.deepseek.rank_tensors import RankTensors
+from deepinfer_workers.models.deepseek.weights import DeepseekWeights
+from deepinfer_workers.safetensors_folder import SafetensorsFolder
 from doubles.deepseek_sequences import EXACT, PLAIN, Sequences, random_tokens
 from doubles.tiny_deepseek import tiny_v4, tiny_v41
 
@@ -179,6 +184,26 @@ def test_rounding_matters(folders: Folders, v41: Sequences) -> None:
         assert (changed - full).abs().mean() < full.std() / 2
 
 
+@pytest.mark.parametrize(
+    ("accelerator", "dtype"), [("cpu", "fast"), pytest.param("nvidia", "bfloat16", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize(
+    "name", ["layers.2.ffn.gate.weight", "layers.2.hc_attn_fn", "layers.2.attn.compressor.wkv.weight"]
+)
+def test_plain_products_are_float32_in_any_arithmetic(
+    folders: Folders, name: str, accelerator: str, dtype: str
+) -> None:
+    """What an expert or a row is chosen by is not rounded to what a matrix product is."""
+    folder = SafetensorsFolder(folders["v4"])
+    config = DeepseekConfig.read(folder.metadata, "config.json")
+    ops = select_ops(accelerator, batch_invariant=True, dtype=dtype)
+    weights = DeepseekWeights(RankTensors(folder, config), config, ops, quantizes_activations=True)
+    weight = weights.plain(name)
+    x = torch.randn(20, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(ops.device)
+    expected = x.double() @ weight.double().T
+    assert (weights.plain_linear(name)(x) - expected).abs().max() < 1e-5 * expected.std()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -192,7 +217,8 @@ def test_a_gpu_is_near(folders: Folders, family: str, dtype: str) -> None:
     sequences.start(1, tokens)
     found = torch.cat([sequences.run((1, count))[0] for count in (50, 1, len(tokens) - 51)])
     error = (found - expected).abs().mean() / expected.std()
-    assert error < {"float32": 1e-5, "bfloat16": 0.2}[dtype]
+    # Rows and experts are chosen by what layers before have rounded: V4.1, with more choices, ends further off.
+    assert error < {"float32": 1e-5, "bfloat16": {"v4.1": 0.17, "v4": 0.05}[family]}[dtype]
 
 
 @pytest.mark.gpu

@@ -63,8 +63,12 @@ class DeepseekWeights:
         return lambda x: rms_norm(x, weight, eps)
 
     def plain_linear(self, name: str) -> Linear:
-        """A float32 product whose weight `name` is stored in F32 or BF16."""
-        return self.product(self.plain(name), quantizes=False)
+        """A product whose weight `name` is stored in F32 or BF16: in float32 whatever other products are computed in.
+
+        A gate, a choice of rows or a mix of streams that is off by a rounding sends tokens elsewhere.
+        """
+        packed = self.ops.pack_exact(self.plain(name))
+        return lambda x: self.ops.linear(x, packed)
 
     def head(self, name: str) -> LinearWeight:
         """For `ops.project`. The largest weight of all: it is not expanded before it is packed."""
