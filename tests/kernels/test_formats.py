@@ -423,7 +423,7 @@ def test_the_largest_of_a_group_never_exceeds_the_format() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: fake_quantize_activation(torch.zeros(2, 33)), r"values: expected a multiple of 32 .* got \[2, 33\]"),
+        (lambda: quantize_activation(torch.zeros(2, 33)), r"values: expected a multiple of 32 .* got \[2, 33\]"),
         (lambda: pack_main_row(torch.zeros(2, 24)), r"values: expected a multiple of 16"),
         (lambda: pack_index_row(torch.zeros(2, 48)), r"values: expected a multiple of 32"),
         (lambda: pack_window_row(torch.zeros(2, 64).bfloat16()), r"values: expected torch.float32, got torch.bfloat16"),

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deepinfer_kernels import sigmoid
 from deepinfer_workers.models.deepseek.weights import DeepseekWeights, Linear
 
 
@@ -93,8 +94,3 @@ def expand(output: Tensor, streams: Tensor, mixes: Mixes) -> Tensor:
     for source in range(streams.shape[1]):
         total = total + mixes.comb[:, source, :, None] * streams[:, source, None]
     return total
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    """By exp and division, which round alike in every lane and tail."""
-    return 1.0 / (1.0 + x.neg().exp())

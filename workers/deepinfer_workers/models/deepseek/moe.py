@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepinfer_workers.models.deepseek.hyper import sigmoid
+from deepinfer_kernels import sigmoid
 from deepinfer_workers.models.deepseek.weights import DeepseekWeights, Linear
 
 _LEAST_SUM: Final = 1e-20
@@ -78,7 +78,7 @@ class Gate:
         else:
             experts = self._table.index_select(0, tokens)
         chosen = scores.gather(1, experts)
-        if config.experts_per_token > 1:
+        if config.experts_per_token > 1 or config.family == "v4":  # V4.1 leaves the weight of a single expert
             chosen = chosen / (chosen.sum(-1, keepdim=True) + _LEAST_SUM)
         return experts, chosen * config.route_scale
 

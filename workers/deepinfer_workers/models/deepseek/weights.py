@@ -87,7 +87,7 @@ class DeepseekWeights:
         rounds = quantizes and self._quantizes_activations
 
         def run(x: Tensor) -> Tensor:
-            x = fake_quantize_activation(x) if rounds else x
+            x = fake_quantize_activation(x, self.config.scale_block) if rounds else x
             return self.ops.linear(x.to(dtype), packed).to(torch.float32)
 
         return run
