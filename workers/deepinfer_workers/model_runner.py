@@ -79,7 +79,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, built: BuiltStep, wait_for_masks: Callable[[], MaskBatch]) -> PendingStep:
-        """One step. Raises `ProtocolError` when masks contradict the plan, `WorkerFault` when memory runs out."""
+        """One step. Raises `ProtocolError` when masks contradict the plan, `WorkerFault` when memory runs out.
+
+        Logits that are not numbers are a `WorkerFault` too, here or in the pending step's `wait`.
+        """
         with memory_faults(self._config):
             if self._clock is None:
                 return DoneStep(self._compute(built, wait_for_masks).to_output())
@@ -108,6 +111,7 @@ class ModelRunner:
             batch,
             lengths=lengths,
             tokens=tokens,
+            is_nan=logits.amax(-1).isnan(),
             logprobs=self._sampling.logprobs(logits, tokens, batch.slots[batch.sampled]),
             prompt_logprobs=None if wanted is None else self._prompt_logprobs(hidden, wanted),
         )

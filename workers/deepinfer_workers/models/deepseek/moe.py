@@ -63,7 +63,7 @@ class Gate:
         self._scores = weights.plain_linear(f"{name}.weight")  # [E, C]
         self._table: Tensor | None = None
         if layer < config.num_hash_layers:
-            self._table = weights.stored(f"{name}.tid2eid").to(weights.device)  # [V, k]
+            self._table = _expert_table(weights, f"{name}.tid2eid")  # [V, k]
         else:
             self._bias = weights.plain(f"{name}.bias")  # [E]
             self._image_bias = weights.plain(f"{name}.bias_vl") if config.family == "v4.1" else self._bias
@@ -134,6 +134,14 @@ class MoE:
         up = expert.up(x).clamp(-self._limit, self._limit)
         inner = gate * sigmoid(gate) * up
         return expert.down(inner if share is None else inner * share)
+
+
+def _expert_table(weights: DeepseekWeights, name: str) -> Tensor:
+    table, num_experts = weights.stored(name), weights.config.num_experts
+    wrong = table[(table < 0) | (table >= num_experts)]
+    if len(wrong):
+        raise weights.bad(name, f"ids below {num_experts} were expected, {int(wrong[0])} came")
+    return table.to(weights.device)
 
 
 def _softplus(x: Tensor) -> Tensor:
