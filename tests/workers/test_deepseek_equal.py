@@ -49,14 +49,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def sequences(request: pytest.FixtureRequest, folders: Folders) -> Sequences:
+def sequences(request: pytest.FixtureRequest, folders: Folders) -> Iterator[Sequences]:
     _, options, max_len = FAMILIES[request.param]
-    return Sequences(folders[request.param], options, max_len=max_len)
+    sequences = Sequences(folders[request.param], options, max_len=max_len)
+    yield sequences
+    sequences.close()
 
 
 @pytest.fixture(scope="module")
-def v41(folders: Folders) -> Sequences:
-    return Sequences(folders["v4.1"], max_len=256)
+def v41(folders: Folders) -> Iterator[Sequences]:
+    sequences = Sequences(folders["v4.1"], max_len=256)
+    yield sequences
+    sequences.close()
 
 
 def tokens_of(length: int, seed: int) -> list[int]:

@@ -19,10 +19,13 @@ from deepinfer_workers.models.deepseek.moe import Gate
 from deepinfer_workers.models.deepseek.rank_tensors import RankTensors
 from deepinfer_workers.models.deepseek.weights import DeepseekWeights
 from deepinfer_workers.safetensors_folder import SafetensorsFolder
+from doubles.deepseek_products import ProductRows
+from doubles.deepseek_sequences import EXACT, Sequences, random_tokens
 from doubles.tiny_deepseek import tiny_v4, tiny_v41
 
 Made = Callable[..., dict[str, Any]]
 DIM: Final = 128
+VOCAB: Final = 512
 
 
 def weights_of(config: dict[str, Any], folder: Path) -> DeepseekWeights:
@@ -75,7 +78,7 @@ def test_a_few_large_dims_do_not_spoil_the_choice_of_rows() -> None:
 def test_inputs_of_products_are_rounded_in_groups_as_wide_as_a_square_of_weights(
     made: Made, group: int, tmp_path: Path
 ) -> None:
-    weights = weights_of(made(vocab_size=512), tmp_path)
+    weights = weights_of(made(vocab_size=VOCAB), tmp_path)
     sizes = torch.exp2(torch.arange(288) / 16)  # a smaller group has another scale
     x = torch.randn(5, 288, generator=torch.Generator().manual_seed(2)) * sizes
     expected = []
@@ -89,7 +92,37 @@ def test_inputs_of_products_are_rounded_in_groups_as_wide_as_a_square_of_weights
 @pytest.mark.parametrize("made", [tiny_v4, tiny_v41])
 def test_the_weight_of_a_single_expert(made: Made, tmp_path: Path) -> None:
     """V4 divides by the sum of the chosen also where that is one."""
-    weights = weights_of(made(vocab_size=512, num_experts_per_tok=1), tmp_path)
+    weights = weights_of(made(vocab_size=VOCAB, num_experts_per_tok=1), tmp_path)
     x = torch.randn(6, 128, generator=torch.Generator().manual_seed(3))
     _, shares = Gate(weights, "layers.3.ffn.gate", 3).route(x, torch.arange(6))
     assert torch.equal(shares, torch.full((6, 1), 1.5)) == (made is tiny_v4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("v4")
+    write_model(tiny_v4(vocab_size=VOCAB), folder)
+    return folder
+
+
+def test_a_hit_without_replay_does_not_read_what_the_slot_held_before(folder: Path) -> None:
+    """The first compressed row behind it looks back on tokens that the slot never saw: they are missing."""
+    sequences = Sequences(folder, EXACT._replace(block_size=128), max_len=384)
+    tokens = random_tokens(200, 1, VOCAB)
+    sequences.start(0, tokens)
+    sequences.run((0, 128))
+    outs = []
+    for slot in (1, 2):
+        sequences.full(slot, random_tokens(130, slot, VOCAB))
+        sequences.start(slot, tokens, length=128, floor=128, blocks=sequences.blocks(0, 128))
+        outs.append(sequences.run((slot, 72))[0])
+    sequences.close()
+    assert torch.equal(*outs)
+
+
+def test_a_source_layer_reads_its_streams_once(folder: Path) -> None:
+    rows = ProductRows()
+    with rows.watching():
+        sequences = Sequences(folder, EXACT._replace(block_size=128))
+    sequences.full(0, random_tokens(50, 4, VOCAB))
+    assert rows.take()["layers.2.hc_attn_fn"] == 50

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from deepinfer_workers.model_runner import ModelRunner
 from deepinfer_workers.models.deepseek.generator import write_model
 from deepinfer_workers.runner import WorkerFault
 from doubles.deepseek_sequences import random_tokens
-from doubles.driver import Driver, Row
+from doubles.driver import DEFAULTS, Driver, Row
 from doubles.tiny_deepseek import tiny_v4, tiny_v41
 
 VOCAB = 512
@@ -29,16 +32,20 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def broken(written: dict[str, Path], tmp_path: Path) -> Callable[[str, str, bytes], Driver]:
+def broken(written: dict[str, Path], tmp_path: Path) -> Iterator[Callable[[str, str, bytes], Driver]]:
     """A runner of a model one of whose tensors begins with other bytes."""
+    drivers: list[Driver] = []
 
     def load(family: str, tensor: str, data: bytes) -> Driver:
         folder = tmp_path / "model"
         shutil.copytree(written[family], folder)
         poke(folder, tensor, data)
-        return Driver(folder, block_size=128, num_slots=4, num_blocks=8, num_threads=1, dtype="float32")
+        drivers.append(Driver(folder, block_size=128, num_slots=4, num_blocks=8, num_threads=1, dtype="float32"))
+        return drivers[-1]
 
-    return load
+    yield load
+    for driver in drivers:
+        driver.close()
 
 
 def poke(folder: Path, tensor: str, data: bytes) -> None:
@@ -74,6 +81,24 @@ def test_an_expert_that_there_is_not_is_refused_at_load(broken: Callable[..., Dr
     with pytest.raises(WorkerFault, match=words) as refused:
         broken("v4", "layers.1.ffn.gate.tid2eid", struct.pack("<q", wrong))
     assert refused.value.code == "model_file"
+
+
+def test_a_runner_that_is_closed_has_no_thread_left(written: dict[str, Path]) -> None:
+    before = set(threading.enumerate())
+    driver = Driver(written["v4.1"], num_slots=4, num_blocks=8, num_threads=1, dtype="float32")
+    driver.admit(0, random_tokens(20, 1, VOCAB))
+    driver.step(Row(0, 20))  # its rows are fetched by a thread
+    (thread,) = set(threading.enumerate()) - before
+    driver.close()
+    assert not thread.is_alive()
+    driver.close()
+
+
+def test_a_runner_that_did_not_load_can_be_closed(written: dict[str, Path]) -> None:
+    runner = ModelRunner(msgspec.structs.replace(DEFAULTS, model=str(written["v4.1"]), num_blocks=0, kv_cache_bytes=8))
+    with pytest.raises(WorkerFault):
+        runner.load(lambda done, total: None)
+    runner.close()
 
 
 def test_a_weight_that_is_no_number_ends_the_step(broken: Callable[..., Driver]) -> None:

@@ -104,7 +104,7 @@ class StepPositions:
         key = (shape.ratio, shape.lookback, capacity)
         if key not in self._groups:
             ends, rows = self.pieces.complete_groups(shape.ratio, self._row_floors)
-            lookback = self.pieces.lookback(shape.lookback, capacity, np.zeros_like(self.pieces.starts), ends)
+            lookback = self.pieces.lookback(shape.lookback, capacity, self._window_floors, ends)
             where, numbers = (torch.from_numpy(array).to(self.positions.device) for array in (ends, rows))
             indices = self.row_indices(where, numbers[:, None], shape.ratio, null_row=0)[:, 0]
             write = RingWrite(*self.pieces.last(capacity))
