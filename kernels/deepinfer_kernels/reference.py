@@ -77,4 +77,5 @@ def hadamard(x: Tensor) -> Tensor:
         first, second = x.unflatten(-1, (-1, 2, width)).unbind(-2)  # [..., D / 2 width, width] each
         x = torch.stack((first + second, first - second), -2).flatten(-3)
         width *= 2
-    return x * size**-0.5
+    turned: Tensor = x * size**-0.5
+    return turned

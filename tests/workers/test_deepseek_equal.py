@@ -121,21 +121,23 @@ def test_tokens_taken_back_at_every_position(sequences: Sequences) -> None:
             assert torch.equal(logits[0], expected[slot][position]), (slot, position)
 
 
-def test_an_exact_hit_is_a_cold_run(v41: Sequences) -> None:
-    replay = v41.model.cache_needs(16).exact_replay
-    assert replay == 10 * 15
-    shared, num_hit = tokens_of(200, seed=30), 192
+def test_an_exact_hit_is_a_cold_run(sequences: Sequences) -> None:
+    block_size, replay = sequences.block_size, sequences.model.cache_needs(sequences.block_size).exact_replay
+    assert replay == sequences.model.config.num_layers * 15
+    num_hit = (sequences.limits.max_len * 3 // 4) // block_size * block_size
+    shared = tokens_of(num_hit + 8, seed=30)
     first, second = shared + tokens_of(40, seed=31), shared + tokens_of(50, seed=32)
-    full = [v41.full(5, tokens) for tokens in (first, second)]
-    v41.start(0, first)
-    v41.run((0, 220))
-    v41.start(1, second, length=num_hit - replay, floor=num_hit, blocks=v41.blocks(0, num_hit))
-    replayed = v41.run((1, 100))[0]
-    assert not torch.equal(replayed, full[1][num_hit - replay : num_hit - replay + 100])  # windows begin there
-    v41.run((1, replay - 100))
+    full = [sequences.full(5, tokens) for tokens in (first, second)]
+    sequences.start(0, first)
+    sequences.run((0, num_hit + 28))
+    sequences.full(1, tokens_of(sequences.limits.max_len // 2 + 3, seed=35))  # whatever the slot held before
+    sequences.start(1, second, length=num_hit - replay, floor=num_hit, blocks=sequences.blocks(0, num_hit))
+    replayed = sequences.run((1, replay - 20))[0]
+    assert not torch.equal(replayed, full[1][num_hit - replay : num_hit - 20])  # windows begin there
+    sequences.run((1, 20))
     # The owner of the blocks goes on beside the one that adopted them.
-    outs = [v41.run((0, 1), (1, 2)) for _ in range(20)]
-    assert torch.equal(torch.cat([out[0] for out in outs]), full[0][220:240])
+    outs = [sequences.run((0, 1), (1, 2)) for _ in range(20)]
+    assert torch.equal(torch.cat([out[0] for out in outs]), full[0][num_hit + 28 : num_hit + 48])
     assert torch.equal(torch.cat([out[1] for out in outs]), full[1][num_hit : num_hit + 40])
 
 
@@ -170,20 +172,24 @@ def test_without_rounding_on_any_path(folders: Folders, family: str) -> None:
 
 
 @pytest.mark.parametrize("cache_format", ["float32", "bfloat16"])
-def test_packed_rows_are_the_same_numbers(folders: Folders, v41: Sequences, cache_format: str) -> None:
-    tokens = tokens_of(120, seed=50)
-    full = v41.full(0, tokens)
-    open_rows = Sequences(folders["v4.1"], EXACT._replace(cache_format=cache_format))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_rows_are_the_same_numbers(folders: Folders, family: str, cache_format: str) -> None:
+    _, options, max_len = FAMILIES[family]
+    tokens = tokens_of(200, seed=50)
+    full = Sequences(folders[family], options, max_len=max_len).full(0, tokens)
+    open_rows = Sequences(folders[family], options._replace(cache_format=cache_format), max_len=max_len)
     open_rows.start(0, tokens)
-    assert torch.equal(torch.cat([open_rows.run((0, count))[0] for count in (50, 1, 69)]), full)
+    assert torch.equal(torch.cat([open_rows.run((0, count))[0] for count in (50, 1, 149)]), full)
 
 
-def test_rounding_matters(folders: Folders, v41: Sequences) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rounding_matters(folders: Folders, family: str) -> None:
     """Each of the two switches changes something, or the tests above compare nothing."""
+    _, exact, _ = FAMILIES[family]
     tokens = tokens_of(60, seed=51)
-    full = v41.full(0, tokens)
-    for options in (EXACT._replace(quantizes_activations=False), EXACT._replace(quantizes_caches=False)):
-        changed = Sequences(folders["v4.1"], options).full(0, tokens)
+    full = Sequences(folders[family], exact).full(0, tokens)
+    for options in (exact._replace(quantizes_activations=False), exact._replace(quantizes_caches=False)):
+        changed = Sequences(folders[family], options).full(0, tokens)
         assert not torch.equal(changed, full)
         assert (changed - full).abs().mean() < full.std() / 2
 
