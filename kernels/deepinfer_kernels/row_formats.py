@@ -26,6 +26,7 @@ from deepinfer_kernels.codes import (
     FP8_MAX,
     FormatError,
     dequantize_fp8_groups,
+    fake_quantize_fp8_groups,
     grouped,
     pack_fp4,
     power_of_two_scale,
@@ -58,7 +59,7 @@ def fake_quantize_activation(x: Tensor, group: int = ACTIVATION_GROUP) -> Tensor
     """What `quantize_activation` leaves of `x` [..., K]: [..., K] float32. The last group may be short."""
     width = x.shape[-1]
     filled = pad(x, (0, -width % group)) if width % group else x
-    return dequantize_fp8_groups(*quantize_activation(filled, group), group)[..., :width]
+    return fake_quantize_fp8_groups(filled, group, MIN_FP8_AMAX)[..., :width]
 
 
 def main_row_bytes(dim: int) -> int:
@@ -134,7 +135,7 @@ def unpack_window_row(rows: Tensor) -> Tensor:
 
 def fake_window_row(x: Tensor) -> Tensor:
     """What a packed window row keeps of `x` [..., D]: [..., D] float32."""
-    return dequantize_fp8_groups(*quantize_fp8_groups(x, WINDOW_GROUP, MIN_FP8_AMAX), WINDOW_GROUP)
+    return fake_quantize_fp8_groups(x, WINDOW_GROUP, MIN_FP8_AMAX)
 
 
 def v4_row_bytes(dim: int, rope_dim: int) -> int:

@@ -48,11 +48,11 @@ class HyperConnection:
         """Sinkhorn's iteration on `logits` [T, n, n]: rows and columns that add up to about 1."""
         eps = self._eps
         weights = (logits - logits.amax(-1, keepdim=True)).exp()
-        comb = weights / weights.sum(-1, keepdim=True) + eps
-        comb = comb / (comb.sum(-2, keepdim=True) + eps)
+        comb = (weights / weights.sum(-1, keepdim=True)).add_(eps)
+        comb.div_(comb.sum(-2, keepdim=True).add_(eps))
         for _ in range(self._num_iters - 1):
-            comb = comb / (comb.sum(-1, keepdim=True) + eps)
-            comb = comb / (comb.sum(-2, keepdim=True) + eps)
+            comb.div_(comb.sum(-1, keepdim=True).add_(eps))
+            comb.div_(comb.sum(-2, keepdim=True).add_(eps))
         return comb
 
 
