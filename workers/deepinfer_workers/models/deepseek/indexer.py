@@ -22,7 +22,7 @@ from deepinfer_workers.models.deepseek.sparse_attention import KEY_TILE, PIECE
 from deepinfer_workers.models.deepseek.weights import DeepseekWeights
 
 ReadKeys = Callable[[slice, Tensor], Tensor]
-"""Index keys of the sequence that a position, as a slice of the step's, belongs to; of row numbers [L]: [L, d]."""
+"""Index keys of the sequence whose positions are a slice of the step, by row numbers [L]; zeros for -1: [L, d]."""
 KEYS_AT_ONCE: Final = 64 * KEY_TILE
 SCORES_AT_ONCE: Final = 1 << 22
 
