@@ -125,7 +125,7 @@ def test_scores_are_those_of_single_positions_to_the_bit() -> None:
 def test_how_much_is_scored_at_once_has_no_influence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tiny_v41(vocab_size=512), tmp_path)
     sequences = Sequences(tmp_path)
-    pieces = ((0, 60), (1, 3), (2, 40))
+    pieces = ((0, 60), (1, 3), (3, 1), (2, 40))  # slot 3 sees no row of two tokens yet
     outs, sizes = [], list[int]()
 
     def watched(scores: Tensor, most: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Scores of compressed rows by small keys, and the choice of the best. Knows nothing of the rows themselves.
 
-Positions of one sequence choose a few at a time: they read the same keys, and what is there at once does not grow with
-the step. How many have no influence on bits.
+Positions choose a few at a time, so that what is there at once does not grow with the step; those of one sequence read
+the same keys. How many has no influence on bits.
 
 Legend: `T` positions, `t` of one sequence; `h` index heads, `d` index dim; `n` rows, `L` of some; `C` channels,
 `Q` query rank.
@@ -56,14 +56,14 @@ class Indexer:
         x: Tensor,
         turns: Turns,
         num_visible: Tensor,
-        parts: Callable[[int], Iterable[slice]],
+        parts: Callable[[slice], Iterable[slice]],
         read: ReadKeys,
         blocks: Tensor | None,
     ) -> Choice:
         """For positions with query latents [T, Q] and inputs `x` [T, C]; rows below `num_visible` [T] are seen.
 
-        `parts` cuts the step into so many positions of one sequence at most; `blocks` is what an earlier source
-        published of the same rows.
+        `parts` cuts neighbours among the positions by sequences; `blocks` is what an earlier source published of the
+        same rows.
         """
         config, is_bounded = self._config, self._publishes or blocks is not None
         most_visible = int(num_visible.max())
@@ -74,18 +74,21 @@ class Indexer:
         weights = self._weights(x) * self._scale  # [T, h]
         rows: list[Tensor] = []
         published: list[Tensor] = []
-        for part in parts(min(max(SCORES_AT_ONCE // most_visible, 1), PIECE)):
-            visible = num_visible[part]
-            if self._takes_all(int(visible[-1]), is_bounded):
+        step = min(max(SCORES_AT_ONCE // most_visible, 1), PIECE)
+        for start in range(0, len(x), step):
+            some = slice(start, min(start + step, len(x)))
+            visible = num_visible[some]
+            if self._takes_all(int(visible.max()), is_bounded):
                 rows.append(all_visible(visible))
                 if self._publishes:
                     published.append(all_visible(-(-visible // config.candidate_block_size)))
                 continue
-            scores = row_scores(queries[part], weights[part], visible, partial(read, part))
+            found = [row_scores(queries[at], weights[at], num_visible[at], partial(read, at)) for at in parts(some)]
+            scores = stacked(found, -torch.inf)  # [t, n]
             if self._publishes:
                 published.append(best_blocks(scores, visible, config.candidate_block_size, config.candidate_blocks))
             elif blocks is not None:
-                scores = keep_blocks(scores, blocks[part], config.candidate_block_size)
+                scores = keep_blocks(scores, blocks[some], config.candidate_block_size)
             rows.append(best_rows(scores, config.index_topk))
         return Choice(stacked(rows), stacked(published) if self._publishes else blocks)
 

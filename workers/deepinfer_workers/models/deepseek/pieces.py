@@ -72,11 +72,12 @@ class Pieces:
         starts = np.maximum(self.starts, starts)
         return Pieces(self.slots[has_some], starts[has_some], counts[has_some], self.device), kept
 
-    def parts(self, most: int) -> Iterator[slice]:
-        """The `T`, as neighbours in one sequence, `most` at a time."""
+    def parts(self, some: slice) -> Iterator[slice]:
+        """Of `some` of the `T`: neighbours in one sequence each."""
         for first, count in zip(self.firsts.tolist(), self.counts.tolist(), strict=True):
-            for start in range(first, first + count, most):
-                yield slice(start, min(start + most, first + count))
+            part = slice(max(first, some.start), min(first + count, some.stop))
+            if part.start < part.stop:
+                yield part
 
     def lookback(self, length: int, capacity: int, floors: Ints, ends: Ints | None = None) -> Lookback:
         """The `length` positions that end with each place, from rings of `capacity`; below `floors` [S] nothing is.

@@ -52,7 +52,9 @@ def keep_blocks(scores: Tensor, blocks: Tensor, size: int) -> Tensor:
     return scores.masked_fill(~is_kept[:, :num_blocks].repeat_interleave(size, 1)[:, :num_rows], -torch.inf)
 
 
-def stacked(choices: Sequence[Tensor]) -> Tensor:
-    """Choices one above the other, [T, the largest K]."""
-    width = max(choice.shape[1] for choice in choices)
-    return torch.cat([pad(choice, (0, width - choice.shape[1]), value=-1) for choice in choices])
+def stacked(parts: Sequence[Tensor], nothing: float = -1) -> Tensor:
+    """Choices, or scores, of some positions each, as one of all: [T, the largest width]."""
+    if len(parts) == 1:
+        return parts[0]
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([pad(part, (0, width - part.shape[1]), value=nothing) for part in parts])
