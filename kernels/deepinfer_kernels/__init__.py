@@ -5,7 +5,7 @@ from deepinfer_kernels.codes import FormatError
 from deepinfer_kernels.linear import LinearWeight
 from deepinfer_kernels.native import KEY_LANES
 from deepinfer_kernels.ops import Ops, UnknownAccelerator, select_ops
-from deepinfer_kernels.reference import rms_norm
+from deepinfer_kernels.reference import hadamard, rms_norm, sigmoid
 from deepinfer_kernels.row_formats import (
     fake_index_row,
     fake_main_row,
@@ -50,6 +50,7 @@ __all__ = [
     "fake_quantize_activation",
     "fake_v4_row",
     "fake_window_row",
+    "hadamard",
     "index_row_bytes",
     "main_row_bytes",
     "pack_index_row",
@@ -62,6 +63,7 @@ __all__ = [
     "quantize_fp8_rows",
     "rms_norm",
     "select_ops",
+    "sigmoid",
     "unpack_index_row",
     "unpack_main_row",
     "unpack_v4_row",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ FP8_MAX = 448.0
 FP4_MAX = 6.0
 E8M0_BIAS = 127
 E8M0_NAN = 255
+_MANTISSA = 1 << 23  # of a float32's bits: below are the mantissa's, from there on the exponent's
 
 
 class FormatError(ValueError):
@@ -75,6 +77,21 @@ def quantize_fp8_groups(x: Tensor, size: int, min_amax: float = 0.0) -> tuple[Te
     return (groups / scales.float()[..., None]).to(FP8).flatten(-2), scales  # exact quotients, none above 448
 
 
+def fake_quantize_fp8_groups(x: Tensor, size: int, min_amax: float) -> Tensor:
+    """What `quantize_fp8_groups` leaves of `x` [..., K]: [..., K] float32. `min_amax` is a plain number above 2^-100.
+
+    In half as many operations: scales stay float32.
+    """
+    groups = grouped(x, size)  # [..., G, size]
+    amax = groups.abs().amax(-1, keepdim=True).clamp_(min=min_amax)  # [..., G, 1]
+    # In a float32's bits: up to the next power of two unless the mantissa is within the limit's, then over the limit's.
+    mantissa, exponent = math.frexp(FP8_MAX)
+    within = int(2 * mantissa * _MANTISSA) - _MANTISSA
+    bits = (amax.view(torch.int32) + (_MANTISSA - 1 - within)).bitwise_and_(-_MANTISSA).sub_((exponent - 1) * _MANTISSA)
+    scales = bits.view(torch.float32) + (amax - amax)  # NaN where it is not finite
+    return (groups / scales).to(FP8).float().mul_(scales).flatten(-2)
+
+
 def dequantize_fp8_groups(codes: Tensor, scales: Tensor, size: int) -> Tensor:
     """E4M3 `codes` [..., K] times the E8M0 scale of every `size` neighbours [..., K / size]: [..., K] float32."""
     expect("scales", scales, E8M0, (*codes.shape[:-1], codes.shape[-1] // size))
@@ -97,9 +114,16 @@ def pack_fp4(x: Tensor) -> Tensor:
 
 def unpack_fp4(packed: Tensor) -> Tensor:
     """E2M1 pairs `packed` [..., K / 2] uint8, the even columns in the low halves: [..., K] float32."""
-    pairs = torch.view_as_complex(_fp4_pairs(packed.device))  # one word a pair, so that a look-up moves both
+    table = _host_fp4_pairs() if packed.is_cpu else _fp4_pairs(packed.device)
+    pairs = torch.view_as_complex(table)  # one word a pair, so that a look-up moves both
     values = pairs.index_select(0, packed.int().flatten())  # [..] complex64
     return torch.view_as_real(values).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
+@lru_cache(maxsize=1)
+def _host_fp4_pairs() -> Tensor:
+    """A pure memo."""
+    return _fp4_pairs(torch.device("cpu"))
 
 
 def _fp4_pairs(device: torch.device) -> Tensor:

@@ -46,6 +46,8 @@ class Ops:
     pack_linear: Callable[[Tensor], LinearWeight]
     pack_project: Callable[[Tensor], LinearWeight]
     """For `project`."""
+    pack_exact: Callable[[Tensor], LinearWeight]
+    """For `linear` on float32 rows: in float32 whatever the arithmetic is, results too."""
     linear: Callable[[Tensor, LinearWeight], Tensor]
     project: Callable[[Tensor, LinearWeight], Tensor]
     """A `linear` whose result is float32: logits."""
@@ -93,6 +95,7 @@ def _cpu_ops(batch_invariant: bool) -> Ops:
         row_multiple=TILE_ROWS,
         pack_linear=partial(pack_linear, batch_invariant=batch_invariant),
         pack_project=partial(pack_linear, batch_invariant=batch_invariant),
+        pack_exact=partial(pack_linear, batch_invariant=batch_invariant),
         linear=linear,
         project=linear,
         rms_norm=reference.rms_norm,
@@ -175,6 +178,7 @@ def _nvidia_ops(arithmetic: str, rank: int) -> Ops:
         row_multiple=TILE_ROWS,
         pack_linear=partial(nvidia.pack_linear, dtype=dtype),
         pack_project=partial(nvidia.pack_linear, dtype=dtype),
+        pack_exact=partial(nvidia.pack_linear, dtype=torch.float32),
         linear=linear,
         project=nvidia.project,
         rms_norm=nvidia.rms_norm,

@@ -59,3 +59,23 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 def kv_write(cache: Tensor, values: Tensor, indices: Tensor) -> None:
     """Put `values` [T, K, D] into `cache` [K, positions, D] at `indices` [T], in place."""
     cache.index_copy_(1, indices, values.transpose(0, 1))
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Of any shape, by exp and division, which round alike in every lane and tail."""
+    return 1.0 / (1.0 + x.neg().exp())
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """`x` [..., D] times the orthonormal Hadamard matrix in Sylvester's order: [..., D]. D is a power of two.
+
+    It spreads what a few dims hold over all of them, and leaves products of two such rows as they are.
+    """
+    size = x.shape[-1]
+    width = 1
+    while width < size:
+        first, second = x.unflatten(-1, (-1, 2, width)).unbind(-2)  # [..., D / 2 width, width] each
+        x = torch.stack((first + second, first - second), -2).flatten(-3)
+        width *= 2
+    turned: Tensor = x * size**-0.5
+    return turned

@@ -26,6 +26,7 @@ from deepinfer_kernels.codes import (
     FP8_MAX,
     FormatError,
     dequantize_fp8_groups,
+    fake_quantize_fp8_groups,
     grouped,
     pack_fp4,
     power_of_two_scale,
@@ -45,17 +46,20 @@ MIN_INDEX_AMAX = FP4_MAX * 2.0**-126  # so that no scale lies below float32's no
 V4_SCALE_BYTES = 8  # a record's scales fill a multiple of this
 
 
-def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`x` [..., K] float32 as E4M3 codes [..., K] and E8M0 scales [..., K / 32]: the input of a quantised linear.
+def quantize_activation(x: Tensor, group: int = ACTIVATION_GROUP) -> tuple[Tensor, Tensor]:
+    """`x` [..., K] float32 as E4M3 codes [..., K] and E8M0 scales [..., K / group]: the input of a quantised linear.
 
-    Scale = 2^ceil(log2(max(amax, 1e-4) / 448)). Raises `FormatError` where K is no multiple of 32.
+    Scale = 2^ceil(log2(max(amax, 1e-4) / 448)). Raises `FormatError` where K is no multiple of `group`, which is 32 in
+    V4.1 and 128 in V4.
     """
-    return quantize_fp8_groups(x, ACTIVATION_GROUP, MIN_FP8_AMAX)
+    return quantize_fp8_groups(x, group, MIN_FP8_AMAX)
 
 
-def fake_quantize_activation(x: Tensor) -> Tensor:
-    """What `quantize_activation` leaves of `x` [..., K]: [..., K] float32."""
-    return dequantize_fp8_groups(*quantize_activation(x), ACTIVATION_GROUP)
+def fake_quantize_activation(x: Tensor, group: int = ACTIVATION_GROUP) -> Tensor:
+    """What `quantize_activation` leaves of `x` [..., K]: [..., K] float32. The last group may be short."""
+    width = x.shape[-1]
+    filled = pad(x, (0, -width % group)) if width % group else x
+    return fake_quantize_fp8_groups(filled, group, MIN_FP8_AMAX)[..., :width]
 
 
 def main_row_bytes(dim: int) -> int:
@@ -131,7 +135,7 @@ def unpack_window_row(rows: Tensor) -> Tensor:
 
 def fake_window_row(x: Tensor) -> Tensor:
     """What a packed window row keeps of `x` [..., D]: [..., D] float32."""
-    return dequantize_fp8_groups(*quantize_fp8_groups(x, WINDOW_GROUP, MIN_FP8_AMAX), WINDOW_GROUP)
+    return fake_quantize_fp8_groups(x, WINDOW_GROUP, MIN_FP8_AMAX)
 
 
 def v4_row_bytes(dim: int, rope_dim: int) -> int:

@@ -19,7 +19,7 @@ from deepinfer_kernels import PackedRows, select_ops
 from deepinfer_protocol import SlotSampling
 from deepinfer_workers.batch import Admission, DeviceBatch, Limits
 from deepinfer_workers.models.deepseek import model as model_module
-from deepinfer_workers.models.deepseek.block import Block, Streams
+from deepinfer_workers.models.deepseek.block import AttentionInput, Block, Streams
 from deepinfer_workers.models.deepseek.caches import RowFormat, float_format
 from deepinfer_workers.models.deepseek.formats import CacheFormats, cache_formats
 from deepinfer_workers.models.deepseek.model import Deepseek
@@ -76,8 +76,7 @@ class Probe:
         self._watch_blocks()
 
     def close(self) -> None:
-        if self.model._engram is not None:
-            self.model._engram._prefetcher.close()
+        self.model.close()
 
     def run(self, ids: Sequence[int], forced: Sequence[Streams] = ()) -> tuple[Tensor, list[Passed]]:
         """Logits [T, vocab] of one full forward, and what passed each layer.
@@ -144,13 +143,13 @@ class _WatchedBlock:
     def __init__(self, block: Block, probe: Probe) -> None:
         self._block, self._probe = block, probe
 
-    def make_rows(self, *args: Any) -> None:
-        self._block.make_rows(*args)
+    def make_rows(self, *args: Any) -> AttentionInput:
+        return self._block.make_rows(*args)
 
     def __call__(self, streams: Streams, *args: Any) -> Streams:
         probe = self._probe
         after = self._block(streams, *args)
-        choice = args[-1].choice
+        choice = args[2].choice
         probe._passed.append(Passed(streams, after, None if choice is None else choice.rows, dict(probe._rounded)))
         probe._rounded.clear()
         return probe._forced[len(probe._passed) - 1] if probe._forced else after

@@ -55,6 +55,9 @@ class Sequences:
         self._free = list(np.random.default_rng(0).permutation(num_blocks))
         self._admissions: list[Admission] = []
 
+    def close(self) -> None:
+        self.model.close()
+
     def start(
         self,
         slot: int,

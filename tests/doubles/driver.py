@@ -86,6 +86,9 @@ class Driver:
         self._admits: list[SlotAdmit] = []
         self._retired: list[int] = []
 
+    def close(self) -> None:
+        self.runner.close()
+
     def admit(self, slot: int, tokens: Sequence[int], sampling: SlotSampling = GREEDY) -> None:
         self.generation += 1
         self._generations[slot], self._lengths[slot], self._blocks[slot] = self.generation, 0, []

@@ -41,7 +41,7 @@ from deepinfer_kernels import (
     v4_row_bytes,
     window_row_bytes,
 )
-from deepinfer_kernels.codes import E8M0, FP4_MAX, FP8, FP8_MAX, power_of_two_scale
+from deepinfer_kernels.codes import E8M0, FP4_MAX, FP8, FP8_MAX, grouped, power_of_two_scale
 from doubles import small_floats
 from doubles.small_floats import Array, amax, fp4_bytes, fp8_codes, power_of_two_codes, scaled
 
@@ -370,6 +370,29 @@ def test_an_activation_has_the_same_bits_in_any_company(num_rows: int, seed: int
         assert torch.equal(bits(fake_quantize_activation(x[t, 32:64])), bits(fake[t, 32:64]))
 
 
+@quick
+@given(st.integers(1, 9), st.integers(1, 300), st.sampled_from([32, 128]), seeds)
+def test_a_fake_activation_is_what_its_codes_read_as(num_rows: int, width: int, group: int, seed: int) -> None:
+    """The last group may be short, as if zeros were behind it."""
+    x = rough(num_rows, width, seed=seed)
+    filled = torch.nn.functional.pad(x, (0, -width % group))
+    codes, scales = quantize_activation(filled, group)
+    expected = grouped(codes.float(), group) * scales.float()[..., None]
+    assert torch.equal(bits(fake_quantize_activation(x, group)), bits(expected.flatten(-2)[:, :width]))
+
+
+def test_a_fake_activation_takes_every_edge_as_the_codes_do() -> None:
+    """Of every power of two from the floor on: the limit's multiple and its neighbours, and what is not finite."""
+    edges = FP8_MAX * torch.exp2(torch.arange(-40.0, 120.0))
+    around = torch.cat((edges, edges.nextafter(torch.tensor(0.0)), edges.nextafter(torch.tensor(torch.inf))))
+    every = torch.cat((around, torch.tensor([0.0, 1e-4, 1e-30, torch.inf, torch.nan])))
+    x = torch.zeros(len(every), 32)
+    x[:, 3], x[:, 7] = every, -every / 3
+    codes, scales = quantize_activation(x)
+    expected = grouped(codes.float(), 32) * scales.float()[..., None]
+    assert torch.equal(bits(fake_quantize_activation(x)), bits(expected.flatten(-2)))
+
+
 # What is not finite, and what is too large.
 
 
@@ -423,7 +446,7 @@ def test_the_largest_of_a_group_never_exceeds_the_format() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: fake_quantize_activation(torch.zeros(2, 33)), r"values: expected a multiple of 32 .* got \[2, 33\]"),
+        (lambda: quantize_activation(torch.zeros(2, 33)), r"values: expected a multiple of 32 .* got \[2, 33\]"),
         (lambda: pack_main_row(torch.zeros(2, 24)), r"values: expected a multiple of 16"),
         (lambda: pack_index_row(torch.zeros(2, 48)), r"values: expected a multiple of 32"),
         (lambda: pack_window_row(torch.zeros(2, 64).bfloat16()), r"values: expected torch.float32, got torch.bfloat16"),

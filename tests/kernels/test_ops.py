@@ -22,7 +22,7 @@ from deepinfer_kernels.linear import (
     proven_tiling,
     tile_heights,
 )
-from deepinfer_kernels.reference import rotary
+from deepinfer_kernels.reference import hadamard, rotary, sigmoid
 from doubles.paged import Paged, rand
 
 # Absolute, for inputs of standard normal size.
@@ -44,6 +44,30 @@ def test_an_unknown_accelerator_is_refused_by_name() -> None:
 def test_an_unknown_dtype_is_refused_by_name() -> None:
     with pytest.raises(UnknownAccelerator, match="'cpu' has no dtype 'bfloat16': it has float32, fast"):
         select_ops("cpu", batch_invariant=True, dtype="bfloat16")
+
+
+def test_a_hadamard_matrix_is_orthonormal_and_its_own_inverse() -> None:
+    matrix = hadamard(torch.eye(64))
+    assert torch.equal(matrix.abs(), torch.full((64, 64), 0.125)) and torch.equal(matrix, matrix.T)
+    assert torch.equal(matrix @ matrix, torch.eye(64))
+    x = rand(9, 2, 128)
+    assert torch.equal(hadamard(x)[4:5], hadamard(x[4:5]))
+
+
+def test_sigmoid() -> None:
+    x = torch.cat((rand(77) * 20, torch.tensor([-torch.inf, torch.inf])))
+    torch.testing.assert_close(sigmoid(x).double(), x.double().sigmoid(), rtol=1e-6, atol=0)
+    assert torch.equal(sigmoid(x)[70:71], sigmoid(x[70:71]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "fast"])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_an_exact_product_is_float32_in_any_arithmetic(dtype: str, batch_invariant: bool) -> None:
+    ops = select_ops("cpu", batch_invariant=batch_invariant, dtype=dtype)
+    x, weight = rand(5, 96), rand(40, 96)
+    out = ops.linear(x, ops.pack_exact(weight))
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out.double(), x.double() @ weight.double().T, rtol=0, atol=TOLERANCE["linear"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

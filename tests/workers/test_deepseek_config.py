@@ -124,6 +124,13 @@ def put_root(**changes: Any) -> Callable[[Json], None]:
         (put(dspark_noise_token_id=256), "model_file", "dspark_noise_token_id: a number from 0 to 255"),
         (put(rms_norm_eps=0.0), "model_file", "rms_norm_eps: a positive number was expected, 0.0 came"),
         (put(rms_norm_eps=float("nan")), "model_file", "rms_norm_eps: .* nan came"),
+        (put(rms_norm_eps=1e-46), "model_file", "rms_norm_eps: at least 1e-38 was expected, 1e-46 came"),
+        (put(hc_eps=1e-46), "model_file", "hc_eps: at least 1e-38"),
+        (put(rope_theta=1), "model_file", "rope_theta: a number above 1 was expected, 1.0 came"),
+        (put(compress_rope_theta=0.5), "model_file", "compress_rope_theta: a number above 1"),
+        (put(hidden_size=8192), "model_file", "hc_mult: up to 32767 numbers of all streams .* 32768 came"),
+        (put(q_lora_rank=32768), "model_file", "q_lora_rank: up to 32767"),
+        (put(head_dim=32768), "model_file", "head_dim: up to 32767"),
         (put(engram_num_embeddings=[420]), "model_file", "engram_num_embeddings: a number for each of 2 layers"),
         (put(engram_num_embeddings=[420, 300]), "model_file", "engram_num_embeddings: at least 404 rows .* 300 came"),
         (put(engram_pad_token_id=256), "model_file", "engram_pad_token_id"),
@@ -174,6 +181,7 @@ def test_a_flat_file_is_refused_by_its_own_names() -> None:
         ({"architectures": ["DeepseekV41ForCausalLM"]}, "architectures = .* is not supported"),
         ({"num_hash_layers": 6}, "num_hash_layers: a number from 0 to 5"),
         ({"dspark_target_layer_ids": []}, "dspark_target_layer_ids: at least one"),
+        ({"index_head_dim": 96}, "index_head_dim: a power of two was expected, 96 came"),
     ],
 )
 def test_a_v4_config_that_does_not_fit_is_refused(changes: Json, words: str) -> None:

@@ -14,7 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from deepinfer_kernels import select_ops
+from deepinfer_workers.models.deepseek.config import DeepseekConfig
 from deepinfer_workers.models.deepseek.generator import write_model
+from deepinfer_workers.models.deepseek.rank_tensors import RankTensors
+from deepinfer_workers.models.deepseek.weights import DeepseekWeights
+from deepinfer_workers.safetensors_folder import SafetensorsFolder
 from doubles.deepseek_sequences import EXACT, PLAIN, Sequences, random_tokens
 from doubles.tiny_deepseek import tiny_v4, tiny_v41
 
@@ -44,14 +49,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def sequences(request: pytest.FixtureRequest, folders: Folders) -> Sequences:
+def sequences(request: pytest.FixtureRequest, folders: Folders) -> Iterator[Sequences]:
     _, options, max_len = FAMILIES[request.param]
-    return Sequences(folders[request.param], options, max_len=max_len)
+    sequences = Sequences(folders[request.param], options, max_len=max_len)
+    yield sequences
+    sequences.close()
 
 
 @pytest.fixture(scope="module")
-def v41(folders: Folders) -> Sequences:
-    return Sequences(folders["v4.1"], max_len=256)
+def v41(folders: Folders) -> Iterator[Sequences]:
+    sequences = Sequences(folders["v4.1"], max_len=256)
+    yield sequences
+    sequences.close()
 
 
 def tokens_of(length: int, seed: int) -> list[int]:
@@ -112,21 +121,23 @@ def test_tokens_taken_back_at_every_position(sequences: Sequences) -> None:
             assert torch.equal(logits[0], expected[slot][position]), (slot, position)
 
 
-def test_an_exact_hit_is_a_cold_run(v41: Sequences) -> None:
-    replay = v41.model.cache_needs(16).exact_replay
-    assert replay == 10 * 15
-    shared, num_hit = tokens_of(200, seed=30), 192
+def test_an_exact_hit_is_a_cold_run(sequences: Sequences) -> None:
+    block_size, replay = sequences.block_size, sequences.model.cache_needs(sequences.block_size).exact_replay
+    assert replay == sequences.model.config.num_layers * 15
+    num_hit = (sequences.limits.max_len * 3 // 4) // block_size * block_size
+    shared = tokens_of(num_hit + 8, seed=30)
     first, second = shared + tokens_of(40, seed=31), shared + tokens_of(50, seed=32)
-    full = [v41.full(5, tokens) for tokens in (first, second)]
-    v41.start(0, first)
-    v41.run((0, 220))
-    v41.start(1, second, length=num_hit - replay, floor=num_hit, blocks=v41.blocks(0, num_hit))
-    replayed = v41.run((1, 100))[0]
-    assert not torch.equal(replayed, full[1][num_hit - replay : num_hit - replay + 100])  # windows begin there
-    v41.run((1, replay - 100))
+    full = [sequences.full(5, tokens) for tokens in (first, second)]
+    sequences.start(0, first)
+    sequences.run((0, num_hit + 28))
+    sequences.full(1, tokens_of(sequences.limits.max_len // 2 + 3, seed=35))  # whatever the slot held before
+    sequences.start(1, second, length=num_hit - replay, floor=num_hit, blocks=sequences.blocks(0, num_hit))
+    replayed = sequences.run((1, replay - 20))[0]
+    assert not torch.equal(replayed, full[1][num_hit - replay : num_hit - 20])  # windows begin there
+    sequences.run((1, 20))
     # The owner of the blocks goes on beside the one that adopted them.
-    outs = [v41.run((0, 1), (1, 2)) for _ in range(20)]
-    assert torch.equal(torch.cat([out[0] for out in outs]), full[0][220:240])
+    outs = [sequences.run((0, 1), (1, 2)) for _ in range(20)]
+    assert torch.equal(torch.cat([out[0] for out in outs]), full[0][num_hit + 28 : num_hit + 48])
     assert torch.equal(torch.cat([out[1] for out in outs]), full[1][num_hit : num_hit + 40])
 
 
@@ -161,22 +172,46 @@ def test_without_rounding_on_any_path(folders: Folders, family: str) -> None:
 
 
 @pytest.mark.parametrize("cache_format", ["float32", "bfloat16"])
-def test_packed_rows_are_the_same_numbers(folders: Folders, v41: Sequences, cache_format: str) -> None:
-    tokens = tokens_of(120, seed=50)
-    full = v41.full(0, tokens)
-    open_rows = Sequences(folders["v4.1"], EXACT._replace(cache_format=cache_format))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_rows_are_the_same_numbers(folders: Folders, family: str, cache_format: str) -> None:
+    _, options, max_len = FAMILIES[family]
+    tokens = tokens_of(200, seed=50)
+    full = Sequences(folders[family], options, max_len=max_len).full(0, tokens)
+    open_rows = Sequences(folders[family], options._replace(cache_format=cache_format), max_len=max_len)
     open_rows.start(0, tokens)
-    assert torch.equal(torch.cat([open_rows.run((0, count))[0] for count in (50, 1, 69)]), full)
+    assert torch.equal(torch.cat([open_rows.run((0, count))[0] for count in (50, 1, 149)]), full)
 
 
-def test_rounding_matters(folders: Folders, v41: Sequences) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rounding_matters(folders: Folders, family: str) -> None:
     """Each of the two switches changes something, or the tests above compare nothing."""
+    _, exact, _ = FAMILIES[family]
     tokens = tokens_of(60, seed=51)
-    full = v41.full(0, tokens)
-    for options in (EXACT._replace(quantizes_activations=False), EXACT._replace(quantizes_caches=False)):
-        changed = Sequences(folders["v4.1"], options).full(0, tokens)
+    full = Sequences(folders[family], exact).full(0, tokens)
+    for options in (exact._replace(quantizes_activations=False), exact._replace(quantizes_caches=False)):
+        changed = Sequences(folders[family], options).full(0, tokens)
         assert not torch.equal(changed, full)
         assert (changed - full).abs().mean() < full.std() / 2
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "dtype"), [("cpu", "fast"), pytest.param("nvidia", "bfloat16", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize(
+    "name", ["layers.2.ffn.gate.weight", "layers.2.hc_attn_fn", "layers.2.attn.compressor.wkv.weight"]
+)
+def test_plain_products_are_float32_in_any_arithmetic(
+    folders: Folders, name: str, accelerator: str, dtype: str
+) -> None:
+    """What an expert or a row is chosen by is not rounded to what a matrix product is."""
+    folder = SafetensorsFolder(folders["v4"])
+    config = DeepseekConfig.read(folder.metadata, "config.json")
+    ops = select_ops(accelerator, batch_invariant=True, dtype=dtype)
+    weights = DeepseekWeights(RankTensors(folder, config), config, ops, quantizes_activations=True)
+    weight = weights.plain(name)
+    x = torch.randn(20, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(ops.device)
+    expected = x.double() @ weight.double().T
+    assert (weights.plain_linear(name)(x) - expected).abs().max() < 1e-5 * expected.std()
 
 
 @pytest.mark.gpu
@@ -192,7 +227,8 @@ def test_a_gpu_is_near(folders: Folders, family: str, dtype: str) -> None:
     sequences.start(1, tokens)
     found = torch.cat([sequences.run((1, count))[0] for count in (50, 1, len(tokens) - 51)])
     error = (found - expected).abs().mean() / expected.std()
-    assert error < {"float32": 1e-5, "bfloat16": 0.2}[dtype]
+    # Rows and experts are chosen by what layers before have rounded: V4.1, with more choices, ends further off.
+    assert error < {"float32": 1e-5, "bfloat16": {"v4.1": 0.17, "v4": 0.05}[family]}[dtype]
 
 
 @pytest.mark.gpu

@@ -320,6 +320,27 @@ def test_another_error_of_a_step_stays_what_it_is(driver: Driver, monkeypatch: p
         driver.step(Row(0, 3))
 
 
+@pytest.mark.parametrize(
+    "sampling", [SlotSampling(), SlotSampling(temperature=0.7, top_p=0.9, top_k=9, num_logprobs=3)]
+)
+def test_logits_that_are_no_numbers_are_a_fault_and_never_a_token(
+    driver: Driver, sampling: SlotSampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = driver.runner._model
+    logits = model.logits
+
+    def broken(hidden: torch.Tensor) -> torch.Tensor:
+        values: torch.Tensor = logits(hidden)
+        values[1, 5] = torch.nan
+        return values
+
+    monkeypatch.setattr(model, "logits", broken)
+    driver.admit(3, [1, 2, 3])
+    driver.admit(6, [1, 2, 3], sampling)
+    with pytest.raises(WorkerFault, match="step 1: the logits of slot 6 are NaN"):
+        driver.step(Row(3, 3), Row(6, 3))
+
+
 def _raiser(error: Exception) -> Callable[..., NoReturn]:
     def raise_it(*arguments: object) -> NoReturn:
         raise error

@@ -43,6 +43,7 @@ class QueuedRunner:
         self.launched: SimpleQueue[HeldStep] = SimpleQueue()
         self.error: Exception | None = None
         """What the next launch raises."""
+        self.is_closed = False
         self._fake = FakeRunner(worker_config())
 
     def load(self, report: Callable[[int, int], None]) -> Ready:
@@ -57,6 +58,9 @@ class QueuedRunner:
         step = HeldStep(batch.step_id)
         self.launched.put(step)
         return step
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 class Shell:
@@ -102,6 +106,7 @@ class Shell:
 
     def close(self) -> None:
         self.thread.join(PATIENCE_MS / 1000)
+        assert self.runner.is_closed  # whatever ended it
         self._router.close()
         self._context.term()
 

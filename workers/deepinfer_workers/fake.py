@@ -201,6 +201,9 @@ class FakeRunner:
             time.sleep(max(self._deadline_s - time.monotonic(), 0.0))
         return DoneStep(output)
 
+    def close(self) -> None:
+        pass
+
     def compute(self, batch: FakeBatch, wait_for_masks: Callable[[], MaskBatch]) -> StepOutput:
         """The step without its duration."""
         self._take_deltas(batch.plan)

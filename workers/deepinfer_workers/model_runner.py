@@ -7,6 +7,7 @@ in `launch` waits for the device: results come back by a second stream, and `Pen
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +54,7 @@ class ModelRunner:
         self._config = config
         self._graphs: GraphLadder | None = None
         self._clock: QueueClock | None = None  # of a device with a queue
+        self._at_end = ExitStack()
 
     def load(self, report: Callable[[int, int], None]) -> Ready:
         """Weights, caches, slots, graphs. Raises `WorkerFault`."""
@@ -79,7 +81,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, built: BuiltStep, wait_for_masks: Callable[[], MaskBatch]) -> PendingStep:
-        """One step. Raises `ProtocolError` when masks contradict the plan, `WorkerFault` when memory runs out."""
+        """One step. Raises `ProtocolError` when masks contradict the plan, `WorkerFault` when memory runs out.
+
+        Logits that are not numbers are a `WorkerFault` too, here or in the pending step's `wait`.
+        """
         with memory_faults(self._config):
             if self._clock is None:
                 return DoneStep(self._compute(built, wait_for_masks).to_output())
@@ -87,6 +92,9 @@ class ModelRunner:
                 results = self._compute(built, wait_for_masks)
                 timing.end()
                 return _QueuedStep(results.download(timing.ended, self._clock.copy_stream), timing)
+
+    def close(self) -> None:
+        self._at_end.close()
 
     def _compute(self, built: BuiltStep, wait_for_masks: Callable[[], MaskBatch]) -> StepResults:
         batch = built.batch
@@ -108,6 +116,7 @@ class ModelRunner:
             batch,
             lengths=lengths,
             tokens=tokens,
+            is_nan=logits.amax(-1).isnan(),
             logprobs=self._sampling.logprobs(logits, tokens, batch.slots[batch.sampled]),
             prompt_logprobs=None if wanted is None else self._prompt_logprobs(hidden, wanted),
         )
@@ -211,6 +220,7 @@ class ModelRunner:
         self._ops = ops
         with torch.inference_mode():
             self._model = load_model(checkpoint, ops, ModelOptions.of(config), report)
+            self._at_end.callback(self._model.close)
             self._limits = limits_of(config, self._model, ops)
             self._model.allocate(self._limits)
             self._slots = SlotState(self._limits, ops.device)

@@ -77,6 +77,9 @@ class Runner(Protocol, Generic[BatchT]):
         Rows marked `WAITS_FOR_MASK` are sampled in a second launch, after `wait_for_masks()` has returned.
         """
 
+    def close(self) -> None:
+        """Host thread, the last call, also after a `load` that failed: end what `load` started."""
+
 
 class DoneStep(NamedTuple):
     """A `PendingStep` of a device that finishes within `launch`."""

@@ -76,6 +76,7 @@ class Worker:
             self._serve_plans(runner, device)
         finally:
             device.close()
+            runner.close()
 
     def _serve_plans(self, runner: Runner[Any], device: _Device) -> None:
         poller = zmq.Poller()

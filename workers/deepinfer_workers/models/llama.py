@@ -108,6 +108,9 @@ class Llama:
             return hidden.new_empty(0, self.vocab_size, dtype=torch.float32)
         return self._ops.project(hidden, self._head)
 
+    def close(self) -> None:
+        pass
+
     def _read_layer(self, weights: LlamaWeights, layer: int) -> _Layer:
         def pack(*names: str) -> LinearWeight:
             parts = [weights.read(name, layer).to(self._ops.device) for name in names]

@@ -80,7 +80,7 @@ class CacheNeeds(NamedTuple):
 
 
 class Model(Protocol):
-    """Weights, caches and forward pass. Everything but `prefetch` is called by the device thread."""
+    """Weights, caches and forward pass. Everything but `prefetch` and `close` is called by the device thread."""
 
     vocab_size: int
     max_len: int
@@ -114,6 +114,9 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Of `hidden` [R, C]: [R, V] float32."""
+
+    def close(self) -> None:
+        """Host thread, the last call: end the threads of its own. A step may still hang in the device."""
 
 
 def check_max_len(name: str, asked: int, own_limit: int) -> None:

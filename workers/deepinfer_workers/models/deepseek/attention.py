@@ -135,15 +135,14 @@ class Attention:
         assert source is not None and source.index is not None
         index, ratio = source.index, source.ratio
 
-        def read(where: Tensor, rows: Tensor) -> Tensor:
-            rows = rows.expand(len(where), -1)
-            return index.read(positions.row_indices(where, rows, ratio, index.null_row))
+        def read(part: slice, rows: Tensor) -> Tensor:
+            first = slice(part.start, part.start + 1)
+            return index.read(positions.row_indices(first, rows[None], ratio, index.null_row))[0]
 
         turns, num_visible = self._table.at(positions.positions), positions.num_visible(ratio)
         # A kv source begins anew: what an earlier source published is of other rows.
-        candidates = state.choice.candidates if self.source is None and state.choice is not None else None
-        choice = indexer.choose(latent, x, turns, num_visible, read, candidates)
-        return choice if choice.candidates is not None else choice._replace(candidates=candidates)
+        blocks = state.choice.blocks if self.source is None and state.choice is not None else None
+        return indexer.choose(latent, x, turns, num_visible, positions.pieces.parts, read, blocks)
 
     def _attend(
         self, queries: Tensor, own: Tensor, positions: StepPositions, window: Rings, state: StepState

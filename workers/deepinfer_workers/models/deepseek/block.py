@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deepinfer_workers.models.deepseek.attention import Attention, StepState
 from deepinfer_workers.models.deepseek.formats import CacheFormats
-from deepinfer_workers.models.deepseek.hyper import HyperConnection, collapse, expand
+from deepinfer_workers.models.deepseek.hyper import HyperConnection, Mixes, collapse, expand
 from deepinfer_workers.models.deepseek.layer_caches import LayerCaches
 from deepinfer_workers.models.deepseek.moe import ExpertCache, MoE
 from deepinfer_workers.models.deepseek.positions import StepPositions
@@ -29,6 +29,15 @@ class Streams(NamedTuple):
 
     def at(self, index: Tensor) -> Streams:
         return Streams(self.values.index_select(0, index), self.shares.index_select(0, index))
+
+
+class AttentionInput(NamedTuple):
+    """What the attention of a layer reads, for positions whose streams have not changed since."""
+
+    x: Tensor
+    """[T, C]"""
+    mixes: Mixes | None
+    """V4: the shares that `x` was read by are among them."""
 
 
 class Block:
@@ -49,26 +58,39 @@ class Block:
         self._attention = Attention(weights, f"{name}.attn", layer, table, formats)
         self._moe = MoE(weights, f"{name}.ffn", layer, experts)
 
-    def make_rows(self, streams: Streams, positions: StepPositions, caches: LayerCaches, state: StepState) -> None:
-        """A source layer's compressed rows, of all positions."""
+    def make_rows(
+        self, streams: Streams, positions: StepPositions, caches: LayerCaches, state: StepState
+    ) -> AttentionInput:
+        """A source layer's compressed rows, of all positions; what they were made of."""
         source = self._attention.source
-        if source is None:
-            return
-        assert caches.source is not None
-        shares = streams.shares if self._reads_ahead else self._attention_mixes.mixes(streams.values).collapse
-        source.write(self._attention_input(shares, streams), positions, caches.source)
+        assert source is not None and caches.source is not None
+        known = self._read(streams)
+        source.write(known.x, positions, caches.source)
         state.source = caches.source
+        return known
 
-    def __call__(self, streams: Streams, positions: StepPositions, caches: LayerCaches, state: StepState) -> Streams:
-        """The streams behind the layer. Single pass: each sublayer reads by the shares that the one before it made."""
-        mixes = self._attention_mixes.mixes(streams.values)
-        shares = streams.shares if self._reads_ahead else mixes.collapse
-        out = self._attention(self._attention_input(shares, streams), positions, caches.window, state)
+    def __call__(
+        self,
+        streams: Streams,
+        positions: StepPositions,
+        caches: LayerCaches,
+        state: StepState,
+        known: AttentionInput | None = None,
+    ) -> Streams:
+        """The streams behind the layer. Single pass: each sublayer reads by the shares that the one before it made.
+
+        `known`: what `make_rows` has read, where it was of the same positions.
+        """
+        x, mixes = self._read(streams) if known is None else known
+        mixes = self._attention_mixes.mixes(streams.values) if mixes is None else mixes
+        out = self._attention(x, positions, caches.window, state)
         values = expand(out, streams.values, mixes)
         ffn_mixes = self._ffn_mixes.mixes(values)
         shares = mixes.collapse if self._reads_ahead else ffn_mixes.collapse
         x = self._ffn_norm(collapse(shares, values))
         return Streams(expand(self._moe(x, positions.tokens), values, ffn_mixes), ffn_mixes.collapse)
 
-    def _attention_input(self, shares: Tensor, streams: Streams) -> Tensor:
-        return self._attention_norm(collapse(shares, streams.values))
+    def _read(self, streams: Streams) -> AttentionInput:
+        mixes = None if self._reads_ahead else self._attention_mixes.mixes(streams.values)
+        shares = streams.shares if mixes is None else mixes.collapse
+        return AttentionInput(self._attention_norm(collapse(shares, streams.values)), mixes)

@@ -24,6 +24,10 @@ from deepinfer_workers.models.deepseek.config_parts import (
 
 EXPERT_TENSORS: Final = 6
 """Of an expert: three matrices and their scales."""
+LEAST_EPS: Final = 1e-38
+"""Of what is much less float32 makes zero."""
+MAX_NORMED: Final = 32767
+"""Numbers under one norm: of a longer row the bits of the sum depend on how many rows there are."""
 SCALE_BLOCKS: Final[dict[Family, int]] = {"v4.1": 32, "v4": 128}
 ARCHITECTURES: Final[dict[Family, str]] = {"v4.1": "DeepseekV41ForCausalLM", "v4": "DeepseekV4ForCausalLM"}
 RATIOS: Final[dict[Family, tuple[int, ...]]] = {"v4.1": (0, 1, 2), "v4": (0, 4, 128)}
@@ -304,6 +308,7 @@ class _Reader:
         ]  # fmt: skip
         if config.engram is not None:
             multiples.append(("engram_head_dim", config.engram.head_dim))
+        self._check_numerics(config)
         for key, value in multiples:
             if value % SCALE_GROUP:
                 raise self._text.bad(key, f"a multiple of {SCALE_GROUP} was expected, {value} came")
@@ -316,3 +321,20 @@ class _Reader:
         if config.experts_per_token > config.num_experts:
             text = f"at most {config.num_experts} experts were expected, {config.experts_per_token} came"
             raise self._text.bad("num_experts_per_tok", text)
+
+    def _check_numerics(self, config: DeepseekConfig) -> None:
+        """What would divide by zero, or cost a row its independence of others."""
+        num_streamed, index_dim = config.hc_mult * config.hidden_size, config.index_dim
+        is_rotated = config.family == "v4"  # by a Hadamard matrix
+        for key, is_fine, expected, came in (
+            ("rms_norm_eps", config.rms_eps >= LEAST_EPS, f"at least {LEAST_EPS}", config.rms_eps),
+            ("hc_eps", config.hc_eps >= LEAST_EPS, f"at least {LEAST_EPS}", config.hc_eps),
+            ("rope_theta", config.rope_theta > 1, "a number above 1", config.rope_theta),
+            ("compress_rope_theta", config.compress_theta > 1, "a number above 1", config.compress_theta),
+            ("hc_mult", num_streamed <= MAX_NORMED, f"up to {MAX_NORMED} numbers of all streams", num_streamed),
+            ("q_lora_rank", config.q_lora_rank <= MAX_NORMED, f"up to {MAX_NORMED}", config.q_lora_rank),
+            ("head_dim", config.head_dim <= MAX_NORMED, f"up to {MAX_NORMED}", config.head_dim),
+            ("index_head_dim", not is_rotated or index_dim.bit_count() == 1, "a power of two", index_dim),
+        ):
+            if not is_fine:
+                raise self._text.bad(key, f"{expected} was expected, {came} came")

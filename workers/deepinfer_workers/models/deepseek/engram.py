@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-import torch
 from torch import Tensor
+
+from deepinfer_kernels import sigmoid
 
 _LEAST_DOT: Final = 1e-6
 
@@ -50,8 +51,7 @@ class Engram:
         norm = _root_mean_square(streams, self.eps) * _root_mean_square(key, self.eps)  # [T, S]
         dot = (streams * self.query_key_weight * key).sum(-1) / norm * streams.shape[-1] ** -0.5  # [T, S]
         root = dot.sign() * dot.abs().clamp_min(_LEAST_DOT).sqrt()
-        gate: Tensor = 1.0 / (1.0 + torch.exp(-root))  # torch's own sigmoid rounds otherwise in a vector's tail
-        return gate
+        return sigmoid(root)
 
 
 def _root_mean_square(x: Tensor, eps: float) -> Tensor:

@@ -53,6 +53,7 @@ class EngramLayers:
             EngramSource(hash_, EngramTable(*_table(weights, f"layers.{layer}.engram.embed")))
             for layer, hash_ in zip(config.layers, layer_hashes(config, vocabulary, self._image_token_id), strict=True)
         ]
+        self._prefetcher: EngramPrefetcher | None = None
         self._engrams = [_engram(weights, f"layers.{layer}.engram") for layer in config.layers]
 
     def allocate(self, num_slots: int) -> None:
@@ -60,7 +61,13 @@ class EngramLayers:
 
     def prefetch(self, batch: DeviceBatch, starts: Ints) -> EngramPrefetch:
         """Host thread, in the order of the plans."""
+        assert self._prefetcher is not None
         return self._prefetcher.submit(batch, starts)
+
+    def close(self) -> None:
+        """End the thread that fetches."""
+        if self._prefetcher is not None:
+            self._prefetcher.close()
 
     def embeddings(self, step: Step, num_positions: int) -> dict[int, Added]:
         """By layer, of the step's first `num_positions`, which are no padding."""

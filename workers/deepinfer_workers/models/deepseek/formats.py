@@ -18,6 +18,7 @@ from deepinfer_kernels import (
     fake_main_row,
     fake_v4_row,
     fake_window_row,
+    hadamard,
     index_row_bytes,
     main_row_bytes,
     pack_index_row,
@@ -71,6 +72,7 @@ def _packed(config: DeepseekConfig) -> tuple[RowFormat, RowFormat, RowFormat]:
     dim, index_dim = config.head_dim, config.index_dim
     index = RowFormat(index_row_bytes(index_dim), torch.uint8, pack_index_row, unpack_index_row, fake_index_row)
     if config.family == "v4":
+        index = _rotated(index)
         bind = partial(partial, rope_dim=config.rope_dim)
         v4 = RowFormat(
             v4_row_bytes(dim, config.rope_dim), torch.uint8, bind(pack_v4_row), bind(unpack_v4_row), bind(fake_v4_row)
@@ -79,6 +81,14 @@ def _packed(config: DeepseekConfig) -> tuple[RowFormat, RowFormat, RowFormat]:
     window = RowFormat(window_row_bytes(dim), torch.uint8, pack_window_row, unpack_window_row, fake_window_row)
     main = RowFormat(main_row_bytes(dim), torch.uint8, pack_main_row, unpack_main_row, fake_main_row)
     return window, main, index
+
+
+def _rotated(rows: RowFormat) -> RowFormat:
+    """`rows`, turned by a Hadamard matrix before they are rounded, as V4 has it (V4.1 does not).
+
+    They come back turned: index keys meet index queries alone, which are turned too.
+    """
+    return rows._replace(pack=lambda x: rows.pack(hadamard(x)), round=lambda x: rows.round(hadamard(x)))
 
 
 def _as_it_is(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

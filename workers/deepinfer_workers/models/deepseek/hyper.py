@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deepinfer_kernels import sigmoid
 from deepinfer_workers.models.deepseek.weights import DeepseekWeights, Linear
 
 
@@ -47,11 +48,11 @@ class HyperConnection:
         """Sinkhorn's iteration on `logits` [T, n, n]: rows and columns that add up to about 1."""
         eps = self._eps
         weights = (logits - logits.amax(-1, keepdim=True)).exp()
-        comb = weights / weights.sum(-1, keepdim=True) + eps
-        comb = comb / (comb.sum(-2, keepdim=True) + eps)
+        comb = (weights / weights.sum(-1, keepdim=True)).add_(eps)
+        comb.div_(comb.sum(-2, keepdim=True).add_(eps))
         for _ in range(self._num_iters - 1):
-            comb = comb / (comb.sum(-1, keepdim=True) + eps)
-            comb = comb / (comb.sum(-2, keepdim=True) + eps)
+            comb.div_(comb.sum(-1, keepdim=True).add_(eps))
+            comb.div_(comb.sum(-2, keepdim=True).add_(eps))
         return comb
 
 
@@ -93,8 +94,3 @@ def expand(output: Tensor, streams: Tensor, mixes: Mixes) -> Tensor:
     for source in range(streams.shape[1]):
         total = total + mixes.comb[:, source, :, None] * streams[:, source, None]
     return total
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    """By exp and division, which round alike in every lane and tail."""
-    return 1.0 / (1.0 + x.neg().exp())

@@ -1,23 +1,30 @@
 """Scores of compressed rows by small keys, and the choice of the best. Knows nothing of the rows themselves.
 
-Legend: `T` positions, `h` index heads, `d` index dim, `n` rows, `C` channels, `Q` query rank.
+Positions choose a few at a time, so that what is there at once does not grow with the step; those of one sequence read
+the same keys. How many has no influence on bits.
+
+Legend: `T` positions, `t` of one sequence; `h` index heads, `d` index dim; `n` rows, `L` of some; `C` channels,
+`Q` query rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from deepinfer_workers.models.deepseek.rope import Turns, turn
-from deepinfer_workers.models.deepseek.selection import all_visible, best_rows, candidate_mask
-from deepinfer_workers.models.deepseek.sparse_attention import KEY_TILE, PIECE, score_tiles
+from deepinfer_workers.models.deepseek.selection import all_visible, best_blocks, best_rows, keep_blocks, stacked
+from deepinfer_workers.models.deepseek.sparse_attention import KEY_TILE, PIECE
 from deepinfer_workers.models.deepseek.weights import DeepseekWeights
 
-ReadKeys = Callable[[Tensor, Tensor], Tensor]
-"""Index keys of positions [t] and row numbers [t, L]: [t, L, d]."""
+ReadKeys = Callable[[slice, Tensor], Tensor]
+"""Index keys of the sequence whose positions are a slice of the step, by row numbers [L]; zeros for -1: [L, d]."""
+KEYS_AT_ONCE: Final = 64 * KEY_TILE
+SCORES_AT_ONCE: Final = 1 << 22
 
 
 class Choice(NamedTuple):
@@ -25,8 +32,8 @@ class Choice(NamedTuple):
 
     rows: Tensor
     """[T, K] row numbers, rising; -1 behind the last."""
-    candidates: Tensor | None = None
-    """[T, n] bool: what later index sources may choose from."""
+    blocks: Tensor | None = None
+    """[T, K] numbers of the blocks of rows that later index sources may choose from, in the same way."""
 
 
 class Indexer:
@@ -36,44 +43,74 @@ class Indexer:
         self, weights: DeepseekWeights, name: str, layer: int, round_query: Callable[[Tensor], Tensor]
     ) -> None:
         config = weights.config
-        self._config, self._layer = config, layer
+        self._config = config
+        self._publishes = layer == config.candidate_source
         self._round = round_query
         self._wq = weights.linear(f"{name}.wq_b")  # [h * d, Q]
         self._weights = weights.plain_linear(f"{name}.weights_proj.weight")  # [h, C]
         self._scale = config.index_dim**-0.5 * config.index_heads**-0.5
 
     def choose(
-        self, latent: Tensor, x: Tensor, turns: Turns, num_visible: Tensor, read: ReadKeys, candidates: Tensor | None
+        self,
+        latent: Tensor,
+        x: Tensor,
+        turns: Turns,
+        num_visible: Tensor,
+        parts: Callable[[slice], Iterable[slice]],
+        read: ReadKeys,
+        blocks: Tensor | None,
     ) -> Choice:
-        """For positions with query latents [T, Q] and inputs `x` [T, C]; rows below `num_visible` [T] are seen."""
-        config = self._config
-        publishes = self._layer == config.candidate_source
+        """For positions with query latents [T, Q] and inputs `x` [T, C]; rows below `num_visible` [T] are seen.
+
+        `parts` cuts neighbours among the positions by sequences; `blocks` is what an earlier source published of the
+        same rows.
+        """
+        config, is_bounded = self._config, self._publishes or blocks is not None
         most_visible = int(num_visible.max())
-        takes_all = most_visible <= config.index_topk and candidates is None
-        if takes_all and not (publishes and self._limits_candidates(most_visible)):
-            return Choice(all_visible(num_visible))
-        scores = self._scores(latent, x, turns, num_visible, read)  # [T, n]
-        allowed = scores if candidates is None else scores.masked_fill(~candidates, -torch.inf)
-        mask = candidate_mask(scores, num_visible, config) if publishes else None
-        return Choice(best_rows(allowed, config.index_topk), mask)
-
-    def _limits_candidates(self, num_rows: int) -> bool:
-        return -(-num_rows // self._config.candidate_block_size) > self._config.candidate_blocks
-
-    def _scores(self, latent: Tensor, x: Tensor, turns: Turns, num_visible: Tensor, read: ReadKeys) -> Tensor:
-        """[T, n], n the most rows that any position sees; minus infinity where a position sees none."""
-        config = self._config
-        num_rows = int(num_visible.max())
+        if self._takes_all(most_visible, is_bounded):
+            return Choice(all_visible(num_visible), blocks)
         queries = self._wq(latent).unflatten(1, (config.index_heads, config.index_dim))
         queries = self._round(turn(queries, turns))  # [T, h, d]
         weights = self._weights(x) * self._scale  # [T, h]
-        rows = torch.arange(-(-num_rows // KEY_TILE) * KEY_TILE, device=x.device)
-        scores = torch.empty(len(x), len(rows), device=x.device)
-        for piece in torch.arange(len(x), device=x.device).split(PIECE):
-            for tile in rows.split(KEY_TILE):
-                is_seen = tile < num_visible[piece, None]  # [t, L]
-                keys = read(piece, torch.where(is_seen, tile, -1))
-                products = score_tiles(queries[piece], keys)[0].relu()  # [t, h, L]
-                part = (products * weights[piece, :, None]).sum(1)  # [t, L]
-                scores[piece[:, None], tile] = part.masked_fill(~is_seen, -torch.inf)
-        return scores[:, :num_rows]
+        rows: list[Tensor] = []
+        published: list[Tensor] = []
+        step = min(max(SCORES_AT_ONCE // most_visible, 1), PIECE)
+        for start in range(0, len(x), step):
+            some = slice(start, min(start + step, len(x)))
+            visible = num_visible[some]
+            if self._takes_all(int(visible.max()), is_bounded):
+                rows.append(all_visible(visible))
+                if self._publishes:
+                    published.append(all_visible(-(-visible // config.candidate_block_size)))
+                continue
+            found = [row_scores(queries[at], weights[at], num_visible[at], partial(read, at)) for at in parts(some)]
+            scores = stacked(found, -torch.inf)  # [t, n]
+            if self._publishes:
+                published.append(best_blocks(scores, visible, config.candidate_block_size, config.candidate_blocks))
+            elif blocks is not None:
+                scores = keep_blocks(scores, blocks[some], config.candidate_block_size)
+            rows.append(best_rows(scores, config.index_topk))
+        return Choice(stacked(rows), stacked(published) if self._publishes else blocks)
+
+    def _takes_all(self, num_rows: int, is_bounded: bool) -> bool:
+        """Without scores it is known what positions choose that see `num_rows` at most."""
+        config = self._config
+        if is_bounded and num_rows > config.candidate_blocks * config.candidate_block_size:
+            return False
+        return num_rows <= config.index_topk
+
+
+def row_scores(queries: Tensor, weights: Tensor, num_visible: Tensor, read: Callable[[Tensor], Tensor]) -> Tensor:
+    """Of `queries` [t, h, d] and `weights` [t, h] of one sequence, which see `num_visible` [t], rising: [t, n].
+
+    `n` is the last of them; minus infinity where a position does not see a row. Products have one fixed shape.
+    """
+    num_rows = int(num_visible[-1])
+    rows = torch.arange(-(-num_rows // KEY_TILE) * KEY_TILE, device=queries.device)
+    scores = torch.empty(len(queries), len(rows), device=queries.device)
+    for some, out in zip(rows.split(KEYS_AT_ONCE), scores.split(KEYS_AT_ONCE, 1), strict=True):
+        keys = read(torch.where(some < num_rows, some, -1)).unflatten(0, (-1, KEY_TILE)).transpose(1, 2)
+        for place, (query, weight) in enumerate(zip(queries, weights, strict=True)):
+            products = torch.bmm(query.expand(len(keys), -1, -1), keys).relu_()  # [tiles, h, L]
+            out[place] = products.mul_(weight[:, None]).sum(1).flatten()
+    return scores.masked_fill_(rows >= num_visible[:, None], -torch.inf)[:, :num_rows]

@@ -142,16 +142,18 @@ class Deepseek:
         for layer, (block, caches) in enumerate(zip(self._blocks, self._caches.layers, strict=True)):
             if engram is not None and layer in engram:
                 streams = engram[layer].add_to(streams, kept, positions.tokens)
+            known = None
             if caches.source is not None:
-                block.make_rows(streams, positions, caches, state)
+                known = block.make_rows(streams, positions, caches, state)
                 self.counts.into_rows[layer] += len(positions)
             if layer == self.config.decoder_start:
                 floors = self._floors.decoder[positions.pieces.slots]
                 positions, kept = positions.tail(floors)
-                streams = streams.at(kept)
+                if len(kept) < len(streams.values):
+                    streams, known = streams.at(kept), None
             if not len(positions):
                 break
-            streams = block(streams, positions, caches, state)
+            streams = block(streams, positions, caches, state, known)
             self.counts.through_layer[layer] += len(positions)
         return self._leave(streams, kept, len(step.tokens))
 
@@ -160,6 +162,10 @@ class Deepseek:
         if not len(hidden):  # prompts that are not complete yet
             return hidden.new_empty(0, self.vocab_size, dtype=torch.float32)
         return self._ops.project(hidden.to(self._ops.dtype), self._head)
+
+    def close(self) -> None:
+        if self._engram is not None:
+            self._engram.close()
 
     def _positions(self, step: Step) -> StepPositions:
         """Those of the step without its padding."""

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deepinfer_kernels import sigmoid
 from deepinfer_workers.device_memory import free_bytes
-from deepinfer_workers.models.deepseek.hyper import sigmoid
 from deepinfer_workers.models.deepseek.weights import DeepseekWeights, Linear
 
 DEFAULT_BYTES: Final = 1 << 30
@@ -83,7 +83,7 @@ class Gate:
         self._scores = weights.plain_linear(f"{name}.weight")  # [E, C]
         self._table: Tensor | None = None
         if layer < config.num_hash_layers:
-            self._table = weights.stored(f"{name}.tid2eid").to(weights.device)  # [V, k]
+            self._table = _expert_table(weights, f"{name}.tid2eid")  # [V, k]
         else:
             self._bias = weights.plain(f"{name}.bias")  # [E]
             self._image_bias = weights.plain(f"{name}.bias_vl") if config.family == "v4.1" else self._bias
@@ -98,7 +98,7 @@ class Gate:
         else:
             experts = self._table.index_select(0, tokens)
         chosen = scores.gather(1, experts)
-        if config.experts_per_token > 1:
+        if config.experts_per_token > 1 or config.family == "v4":  # V4.1 leaves the weight of a single expert
             chosen = chosen / (chosen.sum(-1, keepdim=True) + _LEAST_SUM)
         return experts, chosen * config.route_scale
 
@@ -154,6 +154,14 @@ class MoE:
         up = expert.up(x).clamp(-self._limit, self._limit)
         inner = gate * sigmoid(gate) * up
         return expert.down(inner if share is None else inner * share)
+
+
+def _expert_table(weights: DeepseekWeights, name: str) -> Tensor:
+    table, num_experts = weights.stored(name), weights.config.num_experts
+    wrong = table[(table < 0) | (table >= num_experts)]
+    if len(wrong):
+        raise weights.bad(name, f"ids below {num_experts} were expected, {int(wrong[0])} came")
+    return table.to(weights.device)
 
 
 def _softplus(x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ Legend: `S` pieces, `T` positions of all pieces, `G` places that look back, `L` 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,6 +71,13 @@ class Pieces:
         has_some = counts > 0
         starts = np.maximum(self.starts, starts)
         return Pieces(self.slots[has_some], starts[has_some], counts[has_some], self.device), kept
+
+    def parts(self, some: slice) -> Iterator[slice]:
+        """Of `some` of the `T`: neighbours in one sequence each."""
+        for first, count in zip(self.firsts.tolist(), self.counts.tolist(), strict=True):
+            part = slice(max(first, some.start), min(first + count, some.stop))
+            if part.start < part.stop:
+                yield part
 
     def lookback(self, length: int, capacity: int, floors: Ints, ends: Ints | None = None) -> Lookback:
         """The `length` positions that end with each place, from rings of `capacity`; below `floors` [S] nothing is.

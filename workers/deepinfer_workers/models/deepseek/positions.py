@@ -104,7 +104,7 @@ class StepPositions:
         key = (shape.ratio, shape.lookback, capacity)
         if key not in self._groups:
             ends, rows = self.pieces.complete_groups(shape.ratio, self._row_floors)
-            lookback = self.pieces.lookback(shape.lookback, capacity, np.zeros_like(self.pieces.starts), ends)
+            lookback = self.pieces.lookback(shape.lookback, capacity, self._window_floors, ends)
             where, numbers = (torch.from_numpy(array).to(self.positions.device) for array in (ends, rows))
             indices = self.row_indices(where, numbers[:, None], shape.ratio, null_row=0)[:, 0]
             write = RingWrite(*self.pieces.last(capacity))
@@ -115,7 +115,7 @@ class StepPositions:
         """[T]: rows of `ratio` tokens that each position sees, those that it completes itself among them."""
         return torch.div(self.positions + 1, ratio, rounding_mode="floor")
 
-    def row_indices(self, where: Tensor, rows: Tensor, ratio: int, null_row: int) -> Tensor:
+    def row_indices(self, where: Tensor | slice, rows: Tensor, ratio: int, null_row: int) -> Tensor:
         """Where the paged cache has `rows` [t, K] of the positions `where` [t]; `null_row` for row -1: [t, K]."""
         rows_per_block = self._block_size // ratio
         blocks = torch.div(rows.clamp(min=0), rows_per_block, rounding_mode="floor")

@@ -20,14 +20,17 @@ from deepinfer_kernels import (
     fake_quantize_activation,
     rms_norm,
 )
+from deepinfer_workers.checkpoint import bad_file
 from deepinfer_workers.models.deepseek.config import DeepseekConfig
 from deepinfer_workers.models.deepseek.rank_tensors import RankTensors
+from deepinfer_workers.runner import WorkerFault
 
 Linear = Callable[[Tensor], Tensor]
 """[T, in] to [T, out], float32."""
 Norm = Callable[[Tensor], Tensor]
 """[T, C] to [T, C]."""
 _FP8: Final = torch.float8_e4m3fn
+E8M0_NAN: Final = 255
 
 
 class DeepseekWeights:
@@ -51,6 +54,10 @@ class DeepseekWeights:
         """As it lies in the file: a mapped tensor on the CPU."""
         return self.tensors.stored(name)
 
+    def bad(self, name: str, text: str) -> WorkerFault:
+        """What tensor `name` holds cannot be; `text` says what was expected and what came."""
+        return bad_file(self.tensors.path.name, f"tensor {name}: {text}")
+
     def plain(self, name: str) -> Tensor:
         """Any shape, float32, on the device."""
         values = self.stored(name).to(self.device).to(torch.float32)
@@ -63,8 +70,12 @@ class DeepseekWeights:
         return lambda x: rms_norm(x, weight, eps)
 
     def plain_linear(self, name: str) -> Linear:
-        """A float32 product whose weight `name` is stored in F32 or BF16."""
-        return self.product(self.plain(name), quantizes=False)
+        """A product whose weight `name` is stored in F32 or BF16: in float32 whatever other products are computed in.
+
+        A gate, a choice of rows or a mix of streams that is off by a rounding sends tokens elsewhere.
+        """
+        packed = self.ops.pack_exact(self.plain(name))
+        return lambda x: self.ops.linear(x, packed)
 
     def head(self, name: str) -> LinearWeight:
         """For `ops.project`. The largest weight of all: it is not expanded before it is packed."""
@@ -83,17 +94,20 @@ class DeepseekWeights:
         rounds = quantizes and self._quantizes_activations
 
         def run(x: Tensor) -> Tensor:
-            x = fake_quantize_activation(x) if rounds else x
+            x = fake_quantize_activation(x, self.config.scale_block) if rounds else x
             return self.ops.linear(x.to(dtype), packed).to(torch.float32)
 
         return run
 
     def matrix(self, name: str) -> tuple[Tensor, bool]:
-        """`name`.weight [out, in] in float32, and whether it is stored quantised."""
+        """`name`.weight [out, in] in float32, and whether it is stored quantised. Raises `WorkerFault`."""
         weight = self.stored(f"{name}.weight").to(self.device)
         is_quantized = weight.dtype in (_FP8, torch.int8)
         if is_quantized:
-            values = self._dequantized(weight, self.stored(f"{name}.scale").to(self.device))
+            scales = self.stored(f"{name}.scale").to(self.device)
+            if bool((scales.view(torch.uint8) == E8M0_NAN).any()):
+                raise self.bad(f"{name}.scale", f"powers of two were expected, {E8M0_NAN} came, which is no number")
+            values = self._dequantized(weight, scales)
             self.tensors.release(f"{name}.scale")
         else:
             values = weight.to(torch.float32)
