@@ -85,7 +85,7 @@ def test_on_a_terminal_ctrl_d_leaves(word_model: str) -> None:
     ("arguments", "code", "words"),
     [
         (["run", "nothing-known"], 2, "deepinfer run: 'nothing-known' is neither"),
-        (["run", "fake", "--set", "block_size=0"], 2, "deepinfer run: block_size: '0'"),
+        (["run", "fake", "--set", "block_size=-1"], 2, "deepinfer run: block_size: '-1'"),
         (["run", "fake", "--set", "nonsense=1"], 2, "deepinfer run: nonsense: there is no such setting"),
         (["run", "fake", "--set", "model=x"], 2, "deepinfer run: model: is the command's own argument"),
         (["run", "fake", "--temperature", "-1"], 2, "deepinfer run: temperature: -1.0, a number of 0.0 to 100.0"),
