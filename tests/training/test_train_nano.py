@@ -1,0 +1,101 @@
+"""The training of V4.1-Nano: its model against the one that is served, its formats, and a few steps of each command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepinfer_kernels import fake_index_row, fake_main_row, fake_quantize_activation
+from deepinfer_workers.models.deepseek.engram_hash import compressed_vocabulary
+from deepinfer_workers.models.deepseek.random_tokenizer import write_tokenizer
+from doubles.deepseek_probe import Probe
+from doubles.tiny_deepseek import tiny_v41
+from examples.train_nano.export import export
+from examples.train_nano.figures import Figures
+from examples.train_nano.layers import Switches
+from examples.train_nano.model import Model
+from examples.train_nano.packed import ChatIds, Packer
+from examples.train_nano.parameters import Weights, initial, parameters, stored
+from examples.train_nano.rounding import fp8_rows, index_rows, main_rows
+
+VOCAB_SIZE = 320
+OFF = torch.tensor(False)
+ON = torch.tensor(True)
+CPU = torch.device("cpu")
+NO_CHAT = ChatIds(VOCAB_SIZE - 1, (0,))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def tiny_config(folder: Path) -> dict[str, Any]:
+    """Written to `folder` with its tokenizer: a tiny model without draft stages."""
+    config = tiny_v41(vocab_size=VOCAB_SIZE, num_nextn_predict_layers=0, compress_ratios=[0, 0, 2, 2, 2, 1, 1, 1, 1, 1])
+    write_tokenizer(folder, VOCAB_SIZE)
+    compressed = compressed_vocabulary(folder / "tokenizer.json", VOCAB_SIZE)
+    config["text_config"]["engram_compressed_vocab_size"] = int(compressed.max()) + 1
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return config
+
+
+def random_weights(figures: Figures, seed: int) -> Weights:
+    """Of checkpoints: every number as it is stored. Nothing is left at a start that hides an error."""
+    generator = torch.Generator().manual_seed(seed)
+    start = initial(figures, seed, CPU)
+    for name, parameter in parameters(figures).items():
+        if parameter.start <= 0.0:
+            start[name] = start[name] + 0.3 * torch.randn(parameter.shape, generator=generator)
+        start[name] = stored(name, start[name], parameter.storage)
+    return start
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_trained_model_is_the_served_one(tmp_path: Path, seed: int) -> None:
+    """Two documents in a row, of which the second is longer than what selection and candidates leave out."""
+    config = tiny_config(tmp_path)
+    figures = Figures.of(config)
+    weights = random_weights(figures, seed)
+    export(weights, tmp_path, tmp_path / "out")
+    ids = torch.randint(3, VOCAB_SIZE - 20, (160,), generator=torch.Generator().manual_seed(seed))
+    ids[[0, 24]] = figures.bos
+    compressed = torch.from_numpy(compressed_vocabulary(tmp_path / "tokenizer.json", VOCAB_SIZE))
+    packed = Packer(figures, NO_CHAT, 1024, CPU)(ids[None])
+    logits = Model(figures, compressed, torch.float32).logits(weights, packed, Switches(OFF, ON))[0]
+    probe = Probe(tmp_path / "out")
+    try:
+        for part in (slice(0, 24), slice(24, 160)):
+            served, _ = probe.run(ids[part].tolist())
+            torch.testing.assert_close(logits[part], served, rtol=0, atol=1e-4)
+    finally:
+        probe.close()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(fp8_rows, fake_quantize_activation), (main_rows, fake_main_row), (index_rows, fake_index_row)]
+)
+def test_rounding_is_that_of_the_kernels(ours: Any, theirs: Any) -> None:
+    generator = torch.Generator().manual_seed(1)
+    scale = torch.randn(512, 1, generator=generator).mul(8).exp2()
+    x = torch.randn(512, 64, generator=generator) * scale
+    x[0] = 0.0
+    x[1, ::2] = torch.tensor([448.0, 6.0]).repeat(16)
+    x[2] = torch.arange(64) / 4  # ties
+    torch.testing.assert_close(ours(x, ON), theirs(x), rtol=0, atol=0)
+    assert torch.equal(ours(x, OFF), x)
+
+
+def test_rounding_passes_gradients() -> None:
+    x: Tensor = torch.randn(4, 32, requires_grad=True)
+    main_rows(x, ON).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, torch.ones_like(x))
