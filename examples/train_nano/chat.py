@@ -1,7 +1,7 @@
 """Conversations as token ids, in the form of a DeepSeek-V4.1 prompt without thinking. Knows nothing of files.
 
 `<bos>`, perhaps `<｜System｜>` and a line, then `<｜User｜>` prompt `<｜Assistant｜></think>` answer `<eos>` for every turn.
-Text is never read as a special token.
+Text is never read as a special token. What is not to be learnt, all but answers and their ends, has `UNLEARNT` added.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 
 Ids = list[int]
+UNLEARNT = 1 << 15
+"""Added to an id: the token is seen, and not asked for."""
 
 
 class Turn(NamedTuple):
@@ -47,12 +49,13 @@ class ChatTokens:
         return cls(*(vocabulary[name] for name in names))
 
     def render(self, turns: Sequence[Turn], system: Ids | None = None) -> Ids:
-        """An answer that was cut gets no end: it has to be the last."""
+        """The end of an answer that was cut is not to be learnt."""
         ids = [self.bos] if system is None else [self.bos, self.system, *system]
+        ids = [token + UNLEARNT for token in ids]
         for turn in turns:
-            ids += [self.user, *turn.prompt, self.assistant, self.end_of_thinking, *turn.answer]
-            if not turn.is_cut:
-                ids.append(self.eos)
+            asked = (self.user, *turn.prompt, self.assistant, self.end_of_thinking)
+            ids += [token + UNLEARNT for token in asked]
+            ids += [*turn.answer, self.eos + UNLEARNT * turn.is_cut]
         return ids
 
 

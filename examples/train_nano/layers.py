@@ -54,11 +54,12 @@ def mixes(figures: Figures, weights: Weights, part: str, streams: Tensor) -> Mix
     """Of `streams` [B, T, n, C]; `part`: `attn` or `ffn`."""
     n, eps = figures.hc_mult, figures.hc_eps
     flat = streams.flatten(2)
-    sizes = torch.tensor((n, n, n * n), device=flat.device)
-    scale = weights[f"hc_{part}_scale"].repeat_interleave(sizes, output_size=2 * n + n * n)
+    sizes = (n, n, n * n)
+    scales = weights[f"hc_{part}_scale"].split(1)
+    scale = torch.cat([one.expand(size) for one, size in zip(scales, sizes, strict=True)])
     length = (flat.square().mean(-1, keepdim=True) + figures.rms_eps).sqrt()
     mixed = linear(flat, weights[f"hc_{part}_fn"]) / length * scale + weights[f"hc_{part}_base"]
-    read, post, comb = mixed.split((n, n, n * n), -1)
+    read, post, comb = mixed.split(sizes, -1)
     balanced = balance(comb.unflatten(-1, (n, n)), figures.hc_iters, eps)
     return Mixes(read.sigmoid() + eps, 2.0 * post.sigmoid(), balanced)
 

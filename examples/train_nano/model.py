@@ -18,7 +18,7 @@ from examples.train_nano.attention import Carried, LayerKind, attention
 from examples.train_nano.engram_rows import EngramRows
 from examples.train_nano.figures import Figures
 from examples.train_nano.layers import Switches, add_ngrams, collapse, expand, experts, mixes, norm, product
-from examples.train_nano.packed import Packed
+from examples.train_nano.packed import IGNORED, Packed
 from examples.train_nano.parameters import Weights, of_layer
 
 
@@ -52,7 +52,7 @@ class Model:
         self._ngrams = {layer: EngramRows(figures.engram, layer, compressed) for layer in layers if figures.engram}
 
         def ready(function: Callable[..., Any]) -> Callable[..., Any]:
-            return torch.compile(function, dynamic=False) if compiles else function
+            return torch.compile(function, dynamic=False, fullgraph=True) if compiles else function
 
         self._block, self._add_ngrams = ready(_block), ready(add_ngrams)
         self._index_loss, self._text_loss = ready(_index_loss), ready(_text_loss)
@@ -125,4 +125,4 @@ def _index_loss(carried: Carried, is_real: Tensor) -> Tensor:
 
 def _text_loss(hidden: Tensor, head: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
     logits = product(hidden, head, dtype).float().flatten(0, 1)
-    return cross_entropy(logits, targets.flatten(), ignore_index=-100)
+    return cross_entropy(logits, targets.flatten(), ignore_index=IGNORED)

@@ -14,6 +14,11 @@ from torch import Tensor
 from examples.train_nano.figures import Figures, Yarn
 
 
+UNLEARNT = 1 << 15
+"""As `chat` adds it to ids."""
+IGNORED = -100
+
+
 class Turns(NamedTuple):
     cos: Tensor
     """[B, T, D2]"""
@@ -30,7 +35,7 @@ class Packed(NamedTuple):
     is_real: Tensor
     """[B, T]: no padding."""
     targets: Tensor
-    """[B, T]: the next token where an answer has to be learnt, else -100."""
+    """[B, T]: the next token where it is to be learnt, else `IGNORED`."""
     plain: Turns
     """Of layers with a window alone."""
     stretched: Turns
@@ -44,14 +49,15 @@ class Packed(NamedTuple):
 class Packer:
     """Makes a `Packed` of tokens."""
 
-    def __init__(self, figures: Figures, chat_ids: ChatIds, max_len: int, device: torch.device) -> None:
-        self._figures, self._chat = figures, chat_ids
+    def __init__(self, figures: Figures, max_len: int, device: torch.device) -> None:
+        self._figures = figures
         self._plain = _table(figures.rope_theta, figures.rope_dim, None, max_len, device)
         self._stretched = _table(figures.compress_theta, figures.rope_dim, figures.yarn, max_len, device)
 
-    def __call__(self, tokens: Tensor) -> Packed:
-        """`tokens` [B, T] int64, T a multiple of the window; each row begins with a document."""
+    def __call__(self, rows: Tensor) -> Packed:
+        """`rows` [B, T] int64 as `prepare` writes them, T a multiple of the window; each begins with a document."""
         figures = self._figures
+        tokens = rows % UNLEARNT
         places = torch.arange(tokens.shape[1], device=tokens.device)
         is_first = tokens == figures.bos
         starts = torch.where(is_first, places, 0).cummax(1).values  # [B, T]
@@ -61,21 +67,12 @@ class Packer:
             tokens,
             positions,
             tokens != figures.pad,
-            self._targets(tokens, places),
+            _targets(rows, tokens),
             Turns(*(part[positions] for part in self._plain)),
             Turns(*(part[positions] for part in self._stretched)),
             self._window(places, starts),
             visible,
         )
-
-    def _targets(self, tokens: Tensor, places: Tensor) -> Tensor:
-        """What follows inside an answer, its end included; not where the answer was cut."""
-        is_stop = torch.isin(tokens, torch.tensor(self._chat.outside, device=tokens.device))
-        begun = torch.where(tokens == self._chat.end_of_thinking, places, -1).cummax(1).values
-        left = torch.where(is_stop, places, -1).cummax(1).values
-        following = tokens.roll(-1, 1)
-        is_cut = (following == self._figures.bos) | (following == self._figures.pad) | (places == places[-1])
-        return torch.where((begun > left) & ~is_cut, following, -100)
 
     def _window(self, places: Tensor, starts: Tensor) -> Tensor:
         size = self._figures.window
@@ -91,14 +88,6 @@ class Packer:
         return is_complete & (first >= starts[..., None])
 
 
-class ChatIds(NamedTuple):
-    """Tokens that say where answers are."""
-
-    end_of_thinking: int
-    outside: tuple[int, ...]
-    """Behind any of them no answer goes on: end, beginning, user, system."""
-
-
 def turn(x: Tensor, turns: Turns, *, back: bool = False) -> Tensor:
     """`x` [B, T, N, D] with its last dims turned, or turned back."""
     rope_dim = 2 * turns.cos.shape[-1]
@@ -108,6 +97,12 @@ def turn(x: Tensor, turns: Turns, *, back: bool = False) -> Tensor:
     sin = -sin if back else sin
     turned = torch.stack((first * cos - second * sin, first * sin + second * cos), -1).flatten(-2)
     return torch.cat((head, turned.to(x.dtype)), -1)
+
+
+def _targets(rows: Tensor, tokens: Tensor) -> Tensor:
+    targets = torch.where(rows < UNLEARNT, tokens, IGNORED).roll(-1, 1)
+    targets[:, -1] = IGNORED
+    return targets
 
 
 def _table(theta: float, rope_dim: int, yarn: Yarn | None, max_len: int, device: torch.device) -> Turns:

@@ -3,7 +3,7 @@
     python -m examples.train_nano.prepare OUT CORPUS.jsonl.xz ... [--config FILE] [--most-tokens N]
 
 Writes to OUT: tokenizer.json and tokenizer_config.json; config.json with the figures that hang on the tokenizer;
-compressed.npy, the ids that Engram hashes; train_LENGTH_NN.npy and test_LENGTH_00.npy, uint16 [rows, LENGTH]; and
+compressed.npy, the ids that Engram hashes; train_LENGTH_NN.npy and test_LENGTH_00.npy, uint16 [rows, LENGTH], see `chat`; and
 test_conversations.jsonl, held-out conversations as messages. A file that is there already is not made again.
 """
 
@@ -21,11 +21,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from deepinfer_workers.models.deepseek.engram_hash import compressed_vocabulary
 from deepinfer_workers.models.deepseek.random_tokenizer import MIN_VOCAB_SIZE, write_bpe
-from examples.train_nano.chat import Ids, TextEncoder, Turn
+from examples.train_nano.chat import UNLEARNT, TextEncoder, Turn
 from examples.train_nano.corpus import Answer, read_answers
 from examples.train_nano.packing import RowPacker, Rows
 
-SHORT, LONG = 512, 2048
+SHORT, LONG = 640, 2048
+"""Two stories fit the first with little room left."""
 SYSTEM_LINES = (
     "You are a helpful assistant.",
     "You are a friendly assistant. Answer in simple English.",
@@ -37,8 +38,8 @@ SEED = 7
 _TOKENIZER_TEXTS = 100_000
 _BATCH = 5_000
 _SYSTEM_SHARE = 0.05
-_TALK_SHARE = 0.29
-"""Of the answers that were not cut: a fifth of all tokens."""
+_TALK_SHARE = 0.2
+"""Of the answers: turns of conversations."""
 _LEAST_TALK, _MOST_TALK = 300, 2_000
 _NUM_TEST_TALKS = 200
 _PART_BYTES = 28_000_000
@@ -49,12 +50,13 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("corpus", type=Path, nargs="+")
     parser.add_argument("--config", type=Path, default=Path(__file__).with_name("config.json"))
+    parser.add_argument("--lengths", type=int, nargs=2, default=(SHORT, LONG), help="of rows")
     parser.add_argument("--most-tokens", type=int, default=48_000_000, help="of the rows to train on")
     arguments = parser.parse_args()
-    prepare(arguments.out, arguments.corpus, arguments.config, arguments.most_tokens)
+    prepare(arguments.out, arguments.corpus, arguments.config, arguments.most_tokens, tuple(arguments.lengths))
 
 
-def prepare(out: Path, corpus: Sequence[Path], config: Path, most_tokens: int) -> None:
+def prepare(out: Path, corpus: Sequence[Path], config: Path, most_tokens: int, lengths: tuple[int, int]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     clock = time.monotonic()
     answers = read_answers(corpus, SEED)
@@ -68,10 +70,10 @@ def prepare(out: Path, corpus: Sequence[Path], config: Path, most_tokens: int) -
     np.save(out / "compressed.npy", compressed)
     metadata["text_config"]["engram_compressed_vocab_size"] = int(compressed.max()) + 1
     (out / "config.json").write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
-    if (out / f"test_{LONG}_00.npy").exists():
+    if (out / f"test_{lengths[1]}_00.npy").exists():
         return
     encoder = TextEncoder(out / "tokenizer.json")
-    writer = Writer(encoder, metadata["pad_token_id"], most_tokens)
+    writer = Writer(encoder, metadata["pad_token_id"], lengths)
     for start in range(0, len(answers), _BATCH):
         writer.add(answers[start : start + _BATCH])
         print(f"{writer.num_tokens} tokens after {time.monotonic() - clock:.0f} s", flush=True)
@@ -98,13 +100,13 @@ def train_tokenizer(out: Path, answers: Sequence[Answer], vocab_size: int) -> No
 class Writer:
     """Splits documents into short and long, trained on and held out."""
 
-    def __init__(self, encoder: TextEncoder, pad: int, most_tokens: int) -> None:
+    def __init__(self, encoder: TextEncoder, pad: int, lengths: tuple[int, int]) -> None:
         self.num_tokens = 0
-        self._encoder = encoder
+        self._encoder, (self._short, self._long) = encoder, lengths
         self._random = random.Random(SEED)
         self._system = encoder.encode(SYSTEM_LINES)
         self._packers = {
-            (split, length): RowPacker(length, pad) for split in ("train", "test") for length in (SHORT, LONG)
+            (split, length): RowPacker(length, pad + UNLEARNT) for split in ("train", "test") for length in lengths
         }
         self._talks = {split: Talk(self._random) for split in ("train", "test")}
         self._messages: list[list[dict[str, str]]] = []
@@ -114,15 +116,15 @@ class Writer:
         for index, answer in enumerate(answers):
             turn = Turn(texts[2 * index], texts[2 * index + 1], answer.is_cut)
             split = "test" if answer.is_held_out else "train"
-            if not answer.is_cut and self._random.random() < _TALK_SHARE:
+            if self._random.random() < _TALK_SHARE:
                 self._add_turn(split, turn, answer)
             else:
-                self._add_document(split, SHORT, [turn])
+                self._add_document(split, self._short, [turn])
 
     def _add_turn(self, split: str, turn: Turn, answer: Answer) -> None:
         talk = self._talks[split]
         if not talk.has_room(turn):
-            self._add_document(split, LONG, talk.turns)
+            self._add_document(split, self._long, talk.turns)
             if split == "test" and len(self._messages) < _NUM_TEST_TALKS:
                 self._messages.append(list(talk.messages()))
             talk = self._talks[split] = Talk(self._random)
@@ -166,8 +168,7 @@ class Talk:
 
 
 def _size(turn: Turn) -> int:
-    ids: Ids = turn.prompt
-    return len(ids) + len(turn.answer) + 4
+    return len(turn.prompt) + len(turn.answer) + 4
 
 
 def _parts(rows: Rows) -> Iterator[Rows]:

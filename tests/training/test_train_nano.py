@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import lzma
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,19 +18,21 @@ from deepinfer_workers.models.deepseek.engram_hash import compressed_vocabulary
 from deepinfer_workers.models.deepseek.random_tokenizer import write_tokenizer
 from doubles.deepseek_probe import Probe
 from doubles.tiny_deepseek import tiny_v41
-from examples.train_nano.export import export
+from examples.train_nano.export import export, released
 from examples.train_nano.figures import Figures
 from examples.train_nano.layers import Switches
 from examples.train_nano.model import Model
-from examples.train_nano.packed import ChatIds, Packer
+from examples.train_nano.packed import Packer
 from examples.train_nano.parameters import Weights, initial, parameters, stored
+from examples.train_nano.prepare import prepare
 from examples.train_nano.rounding import fp8_rows, index_rows, main_rows
+from examples.train_nano.tensor_parts import read_parts
+from examples.train_nano.train import Plan, Trainer, train
 
 VOCAB_SIZE = 320
 OFF = torch.tensor(False)
 ON = torch.tensor(True)
 CPU = torch.device("cpu")
-NO_CHAT = ChatIds(VOCAB_SIZE - 1, (0,))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -70,7 +74,7 @@ def test_the_trained_model_is_the_served_one(tmp_path: Path, seed: int) -> None:
     ids = torch.randint(3, VOCAB_SIZE - 20, (160,), generator=torch.Generator().manual_seed(seed))
     ids[[0, 24]] = figures.bos
     compressed = torch.from_numpy(compressed_vocabulary(tmp_path / "tokenizer.json", VOCAB_SIZE))
-    packed = Packer(figures, NO_CHAT, 1024, CPU)(ids[None])
+    packed = Packer(figures, 1024, CPU)(ids[None])
     logits = Model(figures, compressed, torch.float32).logits(weights, packed, Switches(OFF, ON))[0]
     probe = Probe(tmp_path / "out")
     try:
@@ -99,3 +103,54 @@ def test_rounding_passes_gradients() -> None:
     x: Tensor = torch.randn(4, 32, requires_grad=True)
     main_rows(x, ON).sum().backward()
     assert x.grad is not None and torch.equal(x.grad, torch.ones_like(x))
+
+
+# The commands
+
+
+def write_corpus(path: Path) -> None:
+    source = random.Random(5)
+    words = "the a cat dog sea old small blue runs sings sleeps near under house tree and then".split()
+    with lzma.open(path, "wt", encoding="utf-8") as lines:
+        for index in range(400):
+            text = " ".join(source.choices(words, k=source.randint(3, 20)))
+            line = {"p": f"Say {source.choice(words)} {index}.", "a": text + "."} | (
+                {"cut": 1} if index % 3 == 0 else {}
+            )
+            lines.write(json.dumps(line) + "\n")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """What `prepare` makes of a small corpus, for a tiny model."""
+    write_corpus(tmp_path / "corpus.jsonl.xz")
+    tiny_config(tmp_path)
+    prepare(tmp_path / "data", [tmp_path / "corpus.jsonl.xz"], tmp_path / "config.json", 1_000_000, (64, 128))
+    return tmp_path / "data"
+
+
+def run(data: Path, state: Path, out: Path, call_seconds: float) -> Trainer:
+    trainer = Trainer(data, CPU, 256, compiles=False)
+    train(trainer, Plan(0.0, steps=10), state, out, call_seconds)
+    return trainer
+
+
+def test_training_goes_on_where_it_stopped_and_ends_in_a_model_that_can_be_served(tmp_path: Path, data: Path) -> None:
+    whole = run(data, tmp_path / "whole", tmp_path / "out", float("inf"))
+    for _ in range(10):  # each call makes one step
+        parts = run(data, tmp_path / "parts", tmp_path / "other", 0.0)
+    assert all(torch.equal(weight, whole.weights[name]) for name, weight in parts.weights.items())
+    lines = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    assert lines[0]["loss"] > 5 and lines[0]["step"] == 1
+    kept = read_parts(tmp_path / "out", "model")
+    export(kept, data, tmp_path / "served")
+    with whole.as_stored(True):
+        again = dict(released(whole.figures, kept))
+        for name, tensor in released(whole.figures, whole.weights):
+            assert torch.equal(tensor.view(torch.uint8), again[name].view(torch.uint8)), name
+    probe = Probe(tmp_path / "served")
+    try:
+        logits, _ = probe.run([0, 5, 6, 7])
+        assert logits.isfinite().all()
+    finally:
+        probe.close()
