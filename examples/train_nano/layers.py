@@ -50,16 +50,14 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
-def mixes(figures: Figures, weights: Weights, part: str, streams: Tensor) -> Mixes:
-    """Of `streams` [B, T, n, C]; `part`: `attn` or `ffn`."""
+def mixes(figures: Figures, fn: Tensor, base: Tensor, scale: Tensor, streams: Tensor) -> Mixes:
+    """Of `streams` [B, T, n, C]; `fn` [2n + n * n, n * C], `base` [2n + n * n] and `scale` [3] are a sublayer's."""
     n, eps = figures.hc_mult, figures.hc_eps
-    flat = streams.flatten(2)
     sizes = (n, n, n * n)
-    scales = weights[f"hc_{part}_scale"].split(1)
-    scale = torch.cat([one.expand(size) for one, size in zip(scales, sizes, strict=True)])
+    flat = streams.flatten(2)
+    scales = torch.cat([one.expand(size) for one, size in zip(scale.split(1), sizes, strict=True)])
     length = (flat.square().mean(-1, keepdim=True) + figures.rms_eps).sqrt()
-    mixed = linear(flat, weights[f"hc_{part}_fn"]) / length * scale + weights[f"hc_{part}_base"]
-    read, post, comb = mixed.split(sizes, -1)
+    read, post, comb = (linear(flat, fn) / length * scales + base).split(sizes, -1)
     balanced = balance(comb.unflatten(-1, (n, n)), figures.hc_iters, eps)
     return Mixes(read.sigmoid() + eps, 2.0 * post.sigmoid(), balanced)
 
@@ -125,10 +123,9 @@ def _route(figures: Figures, weights: Weights, x: Tensor) -> tuple[Tensor, Tenso
 
 
 def add_ngrams(
-    figures: Figures, weights: Weights, streams: Tensor, rows: Tensor, switches: Switches, dtype: torch.dtype
+    figures: Figures, weights: Weights, streams: Tensor, found: Tensor, switches: Switches, dtype: torch.dtype
 ) -> Tensor:
-    """`streams` [B, T, n, C] with what the tables say at `rows` [B, T, K]."""
-    found = weights["engram.embed.weight"][rows].flatten(2)
+    """`streams` [B, T, n, C] with what the tables say, `found` [B, T, E]."""
     both = product(fp8_rows(found, switches.rounds), weights["engram.wkv.weight"], dtype).float()
     key, value = both.split((figures.hc_mult * figures.hidden_size, figures.hidden_size), -1)
     key = key.unflatten(-1, (figures.hc_mult, figures.hidden_size))

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy, linear
 from examples.train_nano.attention import Carried, LayerKind, attention
 from examples.train_nano.engram_rows import EngramRows
 from examples.train_nano.figures import Figures
-from examples.train_nano.layers import Switches, add_ngrams, collapse, expand, experts, mixes, norm, product
+from examples.train_nano.layers import Mixes, Switches, add_ngrams, collapse, expand, experts, mixes, norm, product
 from examples.train_nano.packed import IGNORED, Packed
 from examples.train_nano.parameters import Weights, of_layer
 
@@ -54,31 +54,47 @@ class Model:
         def ready(function: Callable[..., Any]) -> Callable[..., Any]:
             return torch.compile(function, dynamic=False, fullgraph=True) if compiles else function
 
-        self._block, self._add_ngrams = ready(_block), ready(add_ngrams)
+        # In parts, so that most layers share most of what is compiled.
+        self._mixes, self._attend, self._think = ready(mixes), ready(_attend), ready(_think)
+        self._add_ngrams = ready(add_ngrams)
         self._index_loss, self._text_loss = ready(_index_loss), ready(_text_loss)
 
     def __call__(self, weights: Weights, packed: Packed, switches: Switches) -> Passed:
         figures, dtype = self.figures, self._dtype
-        streams = weights["embed.weight"][packed.tokens][:, :, None].expand(-1, -1, figures.hc_mult, -1)
+        streams = weights["embed.weight"][packed.tokens][:, :, None].repeat(1, 1, figures.hc_mult, 1)
         shares = torch.zeros(streams.shape[:3], device=streams.device)
         shares[..., 0] = 1.0
         carried, loads, index_losses = Carried(), [], []
         for layer, kind in enumerate(self._kinds):
-            own = of_layer(weights, layer)
             if layer in self._ngrams:
+                own = of_layer(weights, layer, "engram")
                 rows = self._ngrams[layer](packed.tokens, packed.positions)
-                streams = self._add_ngrams(figures, own, streams, rows, switches, dtype)
+                found = own.pop("engram.embed.weight")[rows].flatten(2)
+                streams = self._add_ngrams(figures, own, streams, found, switches, dtype)
             if kind.chooses and carried.scores is not None:
                 index_losses.append(self._index_loss(carried, packed.is_real))
-            streams, shares, carried, load = self._block(
-                figures, kind, own, streams, shares, packed, carried, switches, dtype
+            carried = Carried() if kind.makes_rows else carried
+            own = of_layer(weights, layer, "attn")
+            mixed = self._mix(weights, f"layers.{layer}.hc_attn", streams)
+            streams, carried = self._attend(
+                figures, kind, own, streams, shares, mixed, packed, carried, switches, dtype
             )
+            # Each sublayer reads by the shares that the one before it made.
+            shares, own = mixed.read, of_layer(weights, layer, "ffn")
+            mixed = self._mix(weights, f"layers.{layer}.hc_ffn", streams)
+            streams, load = self._think(figures, own, streams, shares, mixed, packed.is_real, switches, dtype)
+            shares = mixed.read
             loads.append(load)
         if carried.scores is not None:
             index_losses.append(self._index_loss(carried, packed.is_real))
         hidden = norm(collapse(shares, streams), weights["norm.weight"], figures.rms_eps)
         index_loss = torch.stack(index_losses).mean() if index_losses else hidden.new_zeros(())
         return Passed(hidden, index_loss, torch.stack(loads))
+
+    def _mix(self, weights: Weights, name: str, streams: Tensor) -> Mixes:
+        fn, base, scale = (weights[f"{name}_{part}"] for part in ("fn", "base", "scale"))
+        mixed: Mixes = self._mixes(self.figures, fn, base, scale, streams)
+        return mixed
 
     def logits(self, weights: Weights, packed: Packed, switches: Switches) -> Tensor:
         """[B, T, V] float32."""
@@ -90,27 +106,38 @@ class Model:
         return Losses(text, passed.index_loss, passed.loads)
 
 
-def _block(
+def _attend(
     figures: Figures,
     kind: LayerKind,
     weights: Weights,
     streams: Tensor,
     shares: Tensor,
+    mixed: Mixes,
     packed: Packed,
     carried: Carried,
     switches: Switches,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Carried, Tensor]:
-    """One layer. Each sublayer reads by the shares that the one before it made."""
-    mixed = mixes(figures, weights, "attn", streams)
+) -> tuple[Tensor, Carried]:
+    """The streams behind a layer's attention."""
     x = norm(collapse(shares, streams), weights["attn_norm.weight"], figures.rms_eps)
     out, carried = attention(figures, kind, weights, x, packed, carried, switches, dtype)
-    streams = expand(out, streams, mixed)
-    shares = mixed.read
-    mixed = mixes(figures, weights, "ffn", streams)
+    return expand(out, streams, mixed), carried
+
+
+def _think(
+    figures: Figures,
+    weights: Weights,
+    streams: Tensor,
+    shares: Tensor,
+    mixed: Mixes,
+    is_real: Tensor,
+    switches: Switches,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """The streams behind a layer's experts, and the experts' loads."""
     x = norm(collapse(shares, streams), weights["ffn_norm.weight"], figures.rms_eps)
-    out, loads = experts(figures, weights, x, packed.is_real, switches, dtype)
-    return expand(out, streams, mixed), mixed.read, carried, loads
+    out, loads = experts(figures, weights, x, is_real, switches, dtype)
+    return expand(out, streams, mixed), loads
 
 
 def _index_loss(carried: Carried, is_real: Tensor) -> Tensor:

@@ -68,10 +68,11 @@ def parameters(figures: Figures) -> dict[str, Parameter]:
     return found
 
 
-def of_layer(weights: Weights, layer: int) -> Weights:
-    """Without what their names begin with: one compiled function serves layers of a kind."""
+def of_layer(weights: Weights, layer: int, part: str) -> Weights:
+    """Those of a `part`, without what names of the layer begin with: one compiled function serves layers of a kind."""
     prefix = f"layers.{layer}."
-    return {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
+    found = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix + part)}
+    return found
 
 
 def initial(figures: Figures, seed: int, device: torch.device) -> Weights:

@@ -18,7 +18,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
 
@@ -42,6 +42,8 @@ SELECT_FROM, ROUND_FROM = 0.3, 0.9
 """Shares of the training."""
 BIAS_RATE = 1e-3
 """By how much a step moves the gates' biases towards equal loads."""
+LONGEST_STEP_S = 10.0
+"""What is more was spent compiling, and does not count as training."""
 _LOG_EVERY = 20
 _SAVE_EVERY_S = 150.0
 _STATE_PART_BYTES = 1 << 30
@@ -156,15 +158,16 @@ def train(trainer: Trainer, plan: Plan, state: Path, out: Path, call_seconds: fl
     """One call's share of training, at least a step. Raises `FloatingPointError` when the loss is no number."""
     out.mkdir(parents=True, exist_ok=True)
     progress = trainer.load_state(state)
-    began, saved, logged = progress, time.monotonic(), progress
-    start = time.monotonic()
+    saved, logged = time.monotonic(), progress
+    start = before = time.monotonic()
     with (out / "log.jsonl").open("a", encoding="utf-8") as log:
         while plan.share(progress) < 1.0:
             losses, num_tokens = trainer.step(progress, plan)
             is_telling = progress.step % _LOG_EVERY == 0
             text = losses.text.item() if is_telling else 0.0  # waits for the device: not at every step
-            progress = replace(progress, step=progress.step + 1, tokens=progress.tokens + num_tokens)
-            progress = replace(progress, seconds=began.seconds + time.monotonic() - start)
+            now = time.monotonic()
+            seconds = progress.seconds + min(now - before, LONGEST_STEP_S)
+            progress, before = Progress(progress.step + 1, seconds, progress.tokens + num_tokens), now
             if is_telling:
                 line = _line(progress, logged, plan, losses, text)
                 print(line, flush=True)
@@ -176,7 +179,7 @@ def train(trainer: Trainer, plan: Plan, state: Path, out: Path, call_seconds: fl
             if time.monotonic() - saved > _SAVE_EVERY_S:
                 _save(trainer, plan, progress, state, out)
                 saved = time.monotonic()
-            if progress.seconds - began.seconds >= call_seconds:
+            if now - start >= call_seconds:
                 break
     _save(trainer, plan, progress, state, out)
     return progress
