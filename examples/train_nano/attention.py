@@ -48,7 +48,7 @@ class Carried(NamedTuple):
 
     main: Tensor | None = None
     """[B, R, D]: compressed keys."""
-    index: Tensor | None = None
+    index_keys: Tensor | None = None
     """[B, R, d]: index keys."""
     chosen: Tensor | None = None
     """[B, T, R] bool"""
@@ -114,7 +114,7 @@ def _make_rows(
     index = product(latent.detach(), weights["attn.indexer.wk.weight"], dtype)
     index = norm(index, weights["attn.indexer.k_norm.weight"], figures.rms_eps)
     index = index_rows(turn(index[:, :, None], first)[:, :, 0], switches.rounds)
-    return Carried(main=main.to(dtype), index=index.to(dtype))
+    return Carried(main=main.to(dtype), index_keys=index.to(dtype))
 
 
 def _choose(
@@ -129,13 +129,13 @@ def _choose(
     dtype: torch.dtype,
 ) -> Carried:
     """`latent` and `x` have no gradient: the indexer learns from its own loss, and the model knows nothing of it."""
-    assert carried.index is not None
+    assert carried.index_keys is not None
     visible = packed.visible[kind.ratio]
     heads, dim = figures.index_heads, figures.index_dim
     queries = product(latent, weights["attn.indexer.wq_b.weight"], dtype).unflatten(-1, (heads, dim))
     queries = index_rows(turn(queries, packed.stretched), switches.rounds).to(dtype)
     shares = product(x, weights["attn.indexer.weights_proj.weight"], dtype).float() * (dim**-0.5 * heads**-0.5)
-    products = torch.bmm(queries.flatten(1, 2), carried.index.transpose(1, 2)).unflatten(1, (-1, heads))
+    products = torch.bmm(queries.flatten(1, 2), carried.index_keys.transpose(1, 2)).unflatten(1, (-1, heads))
     scores = (products.relu().float() * shares[..., None]).sum(2)  # [B, T, R]
     known = scores.detach().masked_fill(~visible, -torch.inf)
     candidates = carried.candidates
@@ -177,7 +177,7 @@ def _candidates(figures: Figures, ratio: int, known: Tensor, packed: Packed) -> 
 def _attend(
     figures: Figures, queries: Tensor, keys: Tensor, window: Tensor, sinks: Tensor, carried: Carried
 ) -> tuple[Tensor, Tensor | None]:
-    """`queries` [B, T, H, D], own `keys` [B, T, D]: [B, T, H, D], and what each compressed row got, without gradient."""
+    """`queries` [B, T, H, D], own `keys` [B, T, D]: [B, T, H, D], and what each compressed row got."""
     num_rows, num_places, num_heads, dim = queries.shape
     size, scale = figures.window, dim**-0.5
     blocks = keys.view(num_rows, -1, size, dim)  # [B, T / W, W, D]

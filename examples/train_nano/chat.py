@@ -1,6 +1,6 @@
 """Conversations as token ids, in the form of a DeepSeek-V4.1 prompt without thinking. Knows nothing of files.
 
-`<bos>`, perhaps `<｜System｜>` and a line, then `<｜User｜>` prompt `<｜Assistant｜></think>` answer `<eos>` for every turn.
+BOS, perhaps `<｜System｜>` and a line, then for every turn `<｜User｜>` prompt `<｜Assistant｜></think>` answer EOS.
 Text is never read as a special token. What is not to be learnt, all but answers and their ends, has `UNLEARNT` added.
 """
 

@@ -30,7 +30,8 @@ from examples.train_nano.tensor_parts import read_parts
 
 Ids = list[int]
 _TOKENS_AT_ONCE = 4096
-_SAMPLING = SamplingParams(temperature=0.6, top_p=0.95, max_tokens=300, seq_seed=1)
+_MOST_TOKENS = 300
+"""Of a sampled answer."""
 
 
 def main() -> None:
@@ -44,7 +45,7 @@ def main() -> None:
     documents = held_out(arguments.data, arguments.documents)
     loss = trained_loss(arguments.data, read_parts(arguments.checkpoint, "model"), documents)
     prompts = held_out_prompts(arguments.data, arguments.samples)
-    report = {"trained_loss": loss} | asyncio.run(served(arguments.served, documents, prompts))
+    report = {"trained_loss": loss} | asyncio.run(served(arguments.served, documents, prompts, _MOST_TOKENS))
     for answer in report["samples"]:
         print(f"\n> {answer['prompt']}\n{answer['text']}")
     print(f"\nheld-out loss of {len(documents)} documents, nats per token of answers: ", end="")
@@ -57,10 +58,10 @@ def held_out(data: Path, most: int) -> list[Ids]:
     """Documents of the test rows, single turns and conversations in turn, with their marks of what is not learnt."""
     figures = Figures.of_file(data / "config.json")
     mixture = Mixture(data, "test", 1 << 20, torch.device("cpu"))
-    kinds = [
-        [document for part in parts for row in part.tolist() for document in documents_of(row, figures)]
-        for parts in mixture.in_order()
-    ]
+    kinds: list[list[Ids]] = [[], []]
+    for part in mixture.in_order():
+        for row in part.tolist():
+            kinds[part.shape[1] == mixture.lengths[1]] += documents_of(row, figures)
     mixed = [document for pair in zip(*kinds, strict=False) for document in pair]
     return (mixed + kinds[0][len(kinds[1]) :])[:most]
 
@@ -99,14 +100,15 @@ def trained_loss(data: Path, weights: Weights, documents: Sequence[Ids]) -> floa
     return total / max(count, 1)
 
 
-async def served(folder: Path, documents: Sequence[Ids], prompts: Sequence[str]) -> dict[str, Any]:
-    """The loss and answers by the engine."""
+async def served(folder: Path, documents: Sequence[Ids], prompts: Sequence[str], most: int) -> dict[str, Any]:
+    """The loss, and answers of at most `most` tokens, by the engine."""
     async with Engine(folder) as engine:
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
         plain = [[token % UNLEARNT for token in document] for document in documents]
         read = await engine.generate_many(plain, params, progress=False)
+        sampling = SamplingParams(temperature=0.6, top_p=0.95, max_tokens=most, seq_seed=1)
         chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        answers = await engine.generate_many(chats, _SAMPLING, thinking=False, progress=False)
+        answers = await engine.generate_many(chats, sampling, thinking=False, progress=False)
     learnt = [
         entry.logprob
         for document, completion in zip(documents, read, strict=True)

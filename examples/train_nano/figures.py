@@ -87,8 +87,8 @@ class Figures:
             yarn = Yarn(*(scaling[name] for name in names))
         engram = None
         if text.get("engram_layer_ids"):
-            names = ("max_ngram_size", "vocab_size", "n_heads", "head_dim", "compressed_vocab_size", "pad_token_id")
-            engram = EngramFigures(tuple(text["engram_layer_ids"]), *(text[f"engram_{name}"] for name in names))
+            keys = ("max_ngram_size", "vocab_size", "n_heads", "head_dim", "compressed_vocab_size", "pad_token_id")
+            engram = EngramFigures(tuple(text["engram_layer_ids"]), *(text[f"engram_{key}"] for key in keys))
         return cls(
             vocab_size=text["vocab_size"],
             hidden_size=text["hidden_size"],

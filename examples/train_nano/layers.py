@@ -132,7 +132,7 @@ def add_ngrams(
     lengths = _length(streams, figures.rms_eps) * _length(key, figures.rms_eps)
     alike = (streams * (weights["engram.q_weight"] * weights["engram.k_weight"]) * key).sum(-1) / lengths
     alike = alike * figures.hidden_size**-0.5
-    gate = (alike.sign() * alike.abs().clamp(min=1e-6).sqrt()).sigmoid()
+    gate: Tensor = (alike.sign() * alike.abs().clamp(min=1e-6).sqrt()).sigmoid()
     return streams + gate[..., None] * value[:, :, None]
 
 

@@ -36,7 +36,7 @@ class Passed(NamedTuple):
 class Losses(NamedTuple):
     text: Tensor
     """Nats per token of answers."""
-    index: Tensor
+    indexers: Tensor
     loads: Tensor
 
 

@@ -103,7 +103,8 @@ def _orthogonal(matrices: Tensor) -> Tensor:
     for _ in range(_NUM_ITERS):
         square = x @ x.transpose(1, 2)
         x = a * x + (b * square + c * square @ square) @ x
-    return (x.transpose(1, 2) if is_tall else x).float()
+    found: Tensor = (x.transpose(1, 2) if is_tall else x).float()
+    return found
 
 
 def _num_matrices(weight: Tensor) -> int:

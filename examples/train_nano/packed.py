@@ -13,7 +13,6 @@ from torch import Tensor
 
 from examples.train_nano.figures import Figures, Yarn
 
-
 UNLEARNT = 1 << 15
 """As `chat` adds it to ids."""
 IGNORED = -100

@@ -3,8 +3,8 @@
     python -m examples.train_nano.prepare OUT CORPUS.jsonl.xz ... [--config FILE] [--most-tokens N]
 
 Writes to OUT: tokenizer.json and tokenizer_config.json; config.json with the figures that hang on the tokenizer;
-compressed.npy, the ids that Engram hashes; train_LENGTH_NN.npy and test_LENGTH_00.npy, uint16 [rows, LENGTH], see `chat`; and
-test_conversations.jsonl, held-out conversations as messages. A file that is there already is not made again.
+compressed.npy, the ids that Engram hashes; train_LENGTH_NN.npy and test_LENGTH_00.npy, uint16 [rows, LENGTH], ids as
+in `chat`; and test_conversations.jsonl, held-out conversations as messages. What is there already is not made again.
 """
 
 from __future__ import annotations

@@ -39,20 +39,21 @@ def _straight_through(x: Tensor, rounded: Tensor, enabled: Tensor) -> Tensor:
 
 
 def _fp8(x: Tensor) -> Tensor:
-    groups = x.unflatten(-1, (-1, _FP8_GROUP))
+    groups: Tensor = x.unflatten(-1, (-1, _FP8_GROUP))
     scales = _power_of_two(groups.abs().amax(-1, keepdim=True).clamp(min=_LEAST_FP8_AMAX) / FP8_MAX)
-    return ((groups / scales).to(torch.float8_e4m3fn).float() * scales).flatten(-2)
+    values: Tensor = (groups / scales).to(torch.float8_e4m3fn).float() * scales
+    return values.flatten(-2)
 
 
 def _main(x: Tensor) -> Tensor:
-    groups = x.unflatten(-1, (-1, _MAIN_GROUP))
+    groups: Tensor = x.unflatten(-1, (-1, _MAIN_GROUP))
     scales = (groups.abs().amax(-1, keepdim=True) / FP4_MAX).clamp(_LEAST_MAIN_SCALE, FP8_MAX)
     scales = scales.to(torch.float8_e4m3fn).float()
     return (_fp4(groups / scales) * scales).flatten(-2)
 
 
 def _index(x: Tensor) -> Tensor:
-    groups = x.unflatten(-1, (-1, _INDEX_GROUP))
+    groups: Tensor = x.unflatten(-1, (-1, _INDEX_GROUP))
     scales = _power_of_two(groups.abs().amax(-1, keepdim=True).clamp(min=_LEAST_INDEX_AMAX) / FP4_MAX)
     return (_fp4(groups / scales) * scales).flatten(-2)
 

@@ -4,8 +4,8 @@
 
 Needs torch and numpy alone. STATE keeps all that training needs to go on, on a disk that is near; OUT gets the weights
 every few minutes, model.NN.safetensors of at most 16 MiB each, and log.jsonl. The learning rate warms up and falls to
-zero over `--seconds` of training, summed over calls (along a line, which leaves the last tenth more to adapt with than a
-cosine); a call ends by itself after `--call-seconds`.
+zero over `--seconds` of training, summed over calls: along a line, which leaves the last tenth more to adapt with than
+a cosine does. A call ends by itself after `--call-seconds`.
 
 A third of the way, attention begins to see only the rows that the indexers choose; in the last tenth, weights,
 activations and cached rows go through the formats of the released checkpoint, and gradients straight through those.
@@ -31,7 +31,7 @@ from examples.train_nano.layers import Switches
 from examples.train_nano.model import Losses, Model
 from examples.train_nano.optimizer import Optimizer
 from examples.train_nano.packed import Packer
-from examples.train_nano.parameters import Storage, Weights, initial, parameters, stored
+from examples.train_nano.parameters import Storage, initial, parameters, stored
 from examples.train_nano.rows import Mixture
 from examples.train_nano.tensor_parts import read_parts, write_parts
 
@@ -99,7 +99,7 @@ class Trainer:
         switches = self._switches(rounds=share >= ROUND_FROM, selects=share >= SELECT_FROM)
         with self.as_stored(share >= ROUND_FROM):
             losses = self.model.losses(self.weights, self._packer(rows), switches)
-            (losses.text + losses.index).backward()
+            (losses.text + losses.indexers).backward()
         self._optimizer.step(rate)
         self._balance(losses.loads, BIAS_RATE * rate / plan.peak)
         return losses, rows.numel()
@@ -201,7 +201,7 @@ def _line(progress: Progress, logged: Progress, plan: Plan, losses: Losses, text
             "tokens": progress.tokens,
             "share": round(plan.share(progress), 4),
             "loss": round(text, 4),
-            "index_loss": round(losses.index.item(), 4),
+            "index_loss": round(losses.indexers.item(), 4),
             "rate": round(plan.rate(progress), 6),
             "most_load": round((loads.amax(1) / loads.mean(1)).mean().item(), 3),
             "tokens_per_s": round((progress.tokens - logged.tokens) / seconds),
