@@ -249,6 +249,12 @@ def test_a_module_imports_without_torch(module: str) -> None:
     run_fresh(IMPORT_WITHOUT_TORCH.format(module))
 
 
+def test_training_needs_nothing_of_the_engine() -> None:
+    """It runs where little more than torch is installed."""
+    others = "{'deepinfer', 'deepinfer_protocol', 'deepinfer_workers', 'msgspec', 'tokenizers', 'zmq'}"
+    run_fresh(f"import sys, examples.train_nano.train\nassert not {others} & set(sys.modules)")
+
+
 # Places of one machine
 
 MACHINE_PATHS: Final = tuple("/".join(("", *parts, "")) for parts in (("work",), ("root",), ("tmp", "exp")))

@@ -132,8 +132,9 @@ def add_ngrams(
     lengths = _length(streams, figures.rms_eps) * _length(key, figures.rms_eps)
     alike = (streams * (weights["engram.q_weight"] * weights["engram.k_weight"]) * key).sum(-1) / lengths
     alike = alike * figures.hidden_size**-0.5
-    gate: Tensor = (alike.sign() * alike.abs().clamp(min=1e-6).sqrt()).sigmoid()
-    return streams + gate[..., None] * value[:, :, None]
+    gate = (alike.sign() * alike.abs().clamp(min=1e-6).sqrt()).sigmoid()
+    added: Tensor = gate[..., None] * value[:, :, None]
+    return streams + added
 
 
 def _length(x: Tensor, eps: float) -> Tensor:
