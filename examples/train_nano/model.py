@@ -76,9 +76,8 @@ class Model:
             carried = Carried() if kind.makes_rows else carried
             own = of_layer(weights, layer, "attn")
             mixed = self._mix(weights, f"layers.{layer}.hc_attn", streams)
-            streams, carried = self._attend(
-                figures, kind, own, streams, shares, mixed, packed, carried, switches, dtype
-            )
+            streams, kept = self._attend(figures, kind, own, streams, shares, mixed, packed, carried, switches, dtype)
+            carried = Carried(*kept)
             # Each sublayer reads by the shares that the one before it made.
             shares, own = mixed.read, of_layer(weights, layer, "ffn")
             mixed = self._mix(weights, f"layers.{layer}.hc_ffn", streams)
@@ -117,11 +116,12 @@ def _attend(
     carried: Carried,
     switches: Switches,
     dtype: torch.dtype,
-) -> tuple[Tensor, Carried]:
-    """The streams behind a layer's attention."""
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """The streams behind a layer's attention, and what is carried on (a plain tuple: the compiler wants no other)."""
     x = norm(collapse(shares, streams), weights["attn_norm.weight"], figures.rms_eps)
     out, carried = attention(figures, kind, weights, x, packed, carried, switches, dtype)
-    return expand(out, streams, mixed), carried
+    kept = (carried.main, carried.index_keys, carried.chosen, carried.candidates, carried.scores, carried.mass)
+    return expand(out, streams, mixed), kept
 
 
 def _think(
