@@ -60,6 +60,12 @@ LAYERS: Final = {
     ),
     "deepinfer_kernels": Layer("kernels/deepinfer_kernels", frozenset(), frozenset({"numpy", "torch", "triton"})),
     "examples": Layer("examples", frozenset({"deepinfer"}), frozenset({"starlette", "uvicorn", "uvloop"})),
+    # Training is beside the engine, and shares the formats of checkpoints with the workers.
+    "examples.train_nano": Layer(
+        "examples/train_nano",
+        frozenset({"deepinfer", "deepinfer_kernels", "deepinfer_workers", "examples"}),
+        frozenset({"numpy", "tokenizers", "torch"}),
+    ),
 }
 
 # They rebuild objects from bytes by running code, or are built on that.
@@ -141,7 +147,9 @@ def outside(path: str, found: list[Use]) -> list[Use]:
 
 @pytest.mark.parametrize("package", LAYERS)
 def test_a_package_imports_what_its_row_of_the_table_allows(package: str) -> None:
-    assert stray_imports(package, uses(LAYERS[package].folder)) == []
+    nested = tuple(f"{layer.folder}/" for name, layer in LAYERS.items() if name.startswith(f"{package}."))
+    found = tuple(use for use in uses(LAYERS[package].folder) if not use.path.startswith(nested))
+    assert stray_imports(package, found) == []
 
 
 def test_the_arrows_form_no_circle() -> None:
@@ -239,6 +247,12 @@ def test_importing_the_engine_loads_no_torch_and_touches_nothing() -> None:
 @pytest.mark.parametrize("module", ["deepinfer_protocol", "deepinfer_workers.fake", "deepinfer_workers.__main__"])
 def test_a_module_imports_without_torch(module: str) -> None:
     run_fresh(IMPORT_WITHOUT_TORCH.format(module))
+
+
+def test_training_needs_nothing_of_the_engine() -> None:
+    """It runs where little more than torch is installed."""
+    others = "{'deepinfer', 'deepinfer_protocol', 'deepinfer_workers', 'msgspec', 'tokenizers', 'zmq'}"
+    run_fresh(f"import sys, examples.train_nano.train\nassert not {others} & set(sys.modules)")
 
 
 # Places of one machine

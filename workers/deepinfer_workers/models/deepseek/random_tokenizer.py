@@ -6,7 +6,7 @@ It makes any vocabulary full: each id decodes to something, and any text can be 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -43,7 +43,11 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     """tokenizer.json and tokenizer_config.json, of exactly `vocab_size` ids. Raises `ValueError`."""
     if not MIN_VOCAB_SIZE <= vocab_size <= MAX_VOCAB_SIZE:
         raise ValueError(f"vocab_size {vocab_size}: expected {MIN_VOCAB_SIZE} to {MAX_VOCAB_SIZE}")
-    merges = list(islice(_merges(), vocab_size - MIN_VOCAB_SIZE))
+    write_bpe(folder, list(islice(_merges(), vocab_size - MIN_VOCAB_SIZE)))
+
+
+def write_bpe(folder: Path, merges: Sequence[tuple[str, str]]) -> None:
+    """The two files for byte-level `merges`, the first the most urgent: `MIN_VOCAB_SIZE` and one id for each."""
     tokens = [*HEAD, *_byte_letters(), *("".join(pair) for pair in merges)]
     specials = [*enumerate(HEAD), *enumerate(TAIL, start=len(tokens))]
     backend = {
