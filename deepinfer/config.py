@@ -43,7 +43,12 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     ] = True
     num_workers: Annotated[int, Meta(ge=1, le=1024, description="Worker processes; each holds the whole model.")] = 1
     num_threads: Annotated[
-        int, Meta(ge=0, le=1024, description="CPU threads of each worker's device; 0: the library's choice.")
+        int,
+        Meta(
+            ge=0,
+            le=1024,
+            description="CPU threads of each worker's device; 0: one for a small DeepSeek, else the library's choice.",
+        ),
     ] = 0
     max_model_len: Annotated[
         int, Meta(ge=0, le=1 << 24, description="Longest sequence, prompt included; 0: the model's own.")

@@ -21,6 +21,7 @@ from deepinfer_workers.models.deepseek.rank_tensors import RankTensors
 from deepinfer_workers.models.deepseek.weights import DeepseekWeights
 from deepinfer_workers.safetensors_folder import SafetensorsFolder
 from doubles.deepseek_sequences import EXACT, PLAIN, Sequences, random_tokens
+from doubles.driver import Driver
 from doubles.tiny_deepseek import tiny_v4, tiny_v41
 
 VOCAB = 512
@@ -212,6 +213,15 @@ def test_plain_products_are_float32_in_any_arithmetic(
     x = torch.randn(20, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(ops.device)
     expected = x.double() @ weight.double().T
     assert (weights.plain_linear(name)(x) - expected).abs().max() < 1e-5 * expected.std()
+
+
+def test_a_small_model_takes_one_thread(folders: Folders) -> None:
+    torch.set_num_threads(2)
+    for chosen, expected in ((0, 1), (2, 2)):
+        driver = Driver(folders["v4.1"], num_threads=chosen, prefill_keep_tokens=30)
+        assert f" {expected} threads" in driver.ready.device
+        driver.close()
+    torch.set_num_threads(1)
 
 
 @pytest.mark.gpu

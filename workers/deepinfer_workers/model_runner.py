@@ -22,7 +22,7 @@ from deepinfer_workers.capacity import limits_of, memory_faults
 from deepinfer_workers.graphs import GraphLadder
 from deepinfer_workers.ledger import SlotLedger
 from deepinfer_workers.models.model import ModelOptions, Step
-from deepinfer_workers.models.registry import load_model, open_checkpoint
+from deepinfer_workers.models.registry import load_model, num_threads_for, open_checkpoint
 from deepinfer_workers.queue_clock import QueueClock, Timing
 from deepinfer_workers.runner import DoneStep, PendingStep, StepOutput, StepTimes, WorkerFault
 from deepinfer_workers.sampler import ROWS_AT_ONCE, unpack_masks
@@ -208,15 +208,16 @@ class ModelRunner:
 
     def _load(self, report: Callable[[int, int], None]) -> Ready:
         config = self._config
-        if config.num_threads:
-            torch.set_num_threads(config.num_threads)
+        checkpoint = open_checkpoint(Path(config.model), config.load_format)
+        num_threads = config.num_threads or num_threads_for(checkpoint)
+        if num_threads:
+            torch.set_num_threads(num_threads)
         try:
             ops = select_ops(
                 config.accelerator, batch_invariant=config.batch_invariant, dtype=config.dtype, rank=config.rank
             )
         except UnknownAccelerator as error:
             raise WorkerFault("unsupported_model", str(error)) from None
-        checkpoint = open_checkpoint(Path(config.model), config.load_format)
         self._ops = ops
         with torch.inference_mode():
             self._model = load_model(checkpoint, ops, ModelOptions.of(config), report)

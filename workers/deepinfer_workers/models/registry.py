@@ -12,6 +12,7 @@ from typing import Final
 from deepinfer_kernels import Ops
 from deepinfer_workers.checkpoint import Checkpoint, bad_file, unsupported
 from deepinfer_workers.gguf_file import GGUFFile
+from deepinfer_workers.models.deepseek import loading
 from deepinfer_workers.models.deepseek.loading import load_deepseek
 from deepinfer_workers.models.llama import Llama
 from deepinfer_workers.models.llama_weights import random_shapes
@@ -61,3 +62,9 @@ def load_model(checkpoint: Checkpoint, ops: Ops, options: ModelOptions, report: 
         text = f"architecture {checkpoint.architecture!r} is not one of {', '.join(sorted(MODELS))}"
         raise unsupported(checkpoint.name, text)
     return load(checkpoint, ops, options, report)
+
+
+def num_threads_for(checkpoint: Checkpoint) -> int:
+    """CPU threads, where nobody has chosen; 0: the library's choice. Raises `WorkerFault`."""
+    is_deepseek = MODELS.get(checkpoint.architecture) is load_deepseek
+    return loading.num_threads_for(checkpoint) if is_deepseek else 0

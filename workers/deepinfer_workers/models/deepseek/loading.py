@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from deepinfer_kernels import Ops
 from deepinfer_workers.checkpoint import Checkpoint, unsupported
@@ -13,6 +14,8 @@ from deepinfer_workers.models.model import ModelOptions, check_max_len
 from deepinfer_workers.runner import WorkerFault
 from deepinfer_workers.safetensors_folder import SafetensorsFolder
 from deepinfer_workers.truncation import check_keep
+
+SMALL_HIDDEN: Final = 1024
 
 
 def load_deepseek(
@@ -38,6 +41,16 @@ def load_deepseek(
     check_block_size(options.block_size, config)
     tensors = RankTensors(checkpoint, config, num_ranks, rank, report=report)
     return Deepseek(tensors, config, ops, options)
+
+
+def num_threads_for(checkpoint: Checkpoint) -> int:
+    """CPU threads that such a model is fastest with; 0: the library's choice. Raises `WorkerFault`.
+
+    A step of a small one is thousands of products, each done before a second thread has woken up: where anything else
+    wants that thread's core, they wait for it thousands of times.
+    """
+    config = DeepseekConfig.read(checkpoint.metadata, "config.json")
+    return 1 if config.hidden_size < SMALL_HIDDEN else 0
 
 
 def check_block_size(block_size: int, config: DeepseekConfig) -> None:
