@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from deepinfer_workers.config_file import config_architecture
 from deepinfer_workers.models.deepseek.config import DeepseekConfig
 from deepinfer_workers.models.deepseek.loading import check_block_size
 from deepinfer_workers.models.deepseek.tensors import GROUPS, expected_tensors
+from deepinfer_workers.models.registry import open_checkpoint
 from deepinfer_workers.runner import WorkerFault
 from doubles.released_deepseek import v4_flash_0731, v41_flash, v41_flash_flat
 from doubles.tiny_deepseek import tiny_v4, tiny_v41, with_vision
@@ -215,3 +218,9 @@ def test_blocks_hold_whole_compressed_rows_of_every_layer() -> None:
     with pytest.raises(WorkerFault, match="block_size: 16 is no multiple of 128") as refused:
         check_block_size(16, v4)
     assert refused.value.code == "setting"
+
+
+def test_random_weights_of_a_config_alone_are_written_first(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(v41_flash()))
+    with pytest.raises(WorkerFault, match="random_checkpoint writes one"):
+        open_checkpoint(tmp_path, "dummy")

@@ -11,6 +11,7 @@ from typing import Final
 
 from deepinfer_kernels import Ops
 from deepinfer_workers.checkpoint import Checkpoint, bad_file, unsupported
+from deepinfer_workers.config_file import config_architecture, read_config
 from deepinfer_workers.gguf_file import GGUFFile
 from deepinfer_workers.models.deepseek import loading
 from deepinfer_workers.models.deepseek.loading import load_deepseek
@@ -38,6 +39,9 @@ def open_checkpoint(path: Path, load_format: str = "auto") -> Checkpoint:
     `dummy`: random ones in the shapes of the folder's config.json. Raises `WorkerFault`.
     """
     if load_format == "dummy":
+        if MODELS.get(config_architecture(read_config(path))) is load_deepseek:
+            text = "load_format dummy is not for this model: deepinfer_workers.random_checkpoint writes one at random"
+            raise unsupported(path.name, text)
         return RandomWeights(path, random_shapes)
     if path.is_file():
         if path.suffix != ".gguf":
