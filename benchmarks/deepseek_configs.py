@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 
-def v41_flash() -> dict[str, Any]:
-    """The released shapes."""
-    return _config(_FLASH)
+def v41_flash(**changes: Any) -> dict[str, Any]:
+    """The released shapes. `changes` go to `text_config`."""
+    return _config(_FLASH | changes)
 
 
 def v41_small() -> dict[str, Any]:

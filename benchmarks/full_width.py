@@ -44,6 +44,10 @@ from deepinfer_workers.models.deepseek.rank_tensors import experts_of_rank
 from deepinfer_workers.models.model import ModelOptions, Step
 from deepinfer_workers.safetensors_folder import SafetensorsFolder
 
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # where nothing is installed, what lies beside is found too
+
+from benchmarks.deepseek_configs import v41_flash  # noqa: E402
+
 NUM_RANKS: Final = 8
 GIB: Final = 1 << 30
 BLOCK_SIZE: Final = 64
@@ -53,81 +57,16 @@ for, and none is kept."""
 SAMPLING_S: Final = 0.02
 LAST_PLAIN_TOKEN: Final = 128_000
 """Behind it the released tokenizer has special ones."""
-TEXT_CONFIG: Final = {
-    "model_type": "deepseek_v41_text",
-    "vocab_size": 129280,
-    "hidden_size": 5120,
-    "num_hidden_layers": 5,
-    "max_position_embeddings": 1048576,
-    "rms_norm_eps": 1e-20,
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "hidden_act": "silu",
-    "num_attention_heads": 64,
-    "num_key_value_heads": 1,
-    "head_dim": 512,
-    "qk_rope_head_dim": 64,
-    "q_lora_rank": 1280,
-    "o_lora_rank": 1024,
-    "o_groups": 8,
-    "sliding_window": 128,
-    "compress_ratios": [0, 2, 1, 1, 1],
-    "kv_source_layer_ids": [1, 2],
-    "index_source_layer_ids": [1, 2, 3],
-    "index_n_heads": 32,
-    "index_head_dim": 128,
-    "index_topk": 512,
-    "candidate_source_layer_id": 2,
-    "candidate_topk_blocks": 2048,
-    "candidate_block_size": 8,
-    "rope_theta": 10000,
-    "compress_rope_theta": 160000,
-    "rope_scaling": {
-        "rope_type": "yarn",
-        "factor": 16,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "original_max_position_embeddings": 65536,
-    },
-    "n_routed_experts": 384,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 6,
-    "moe_intermediate_size": 2304,
-    "scoring_func": "sqrtsoftplus",
-    "topk_method": "noaux_tc",
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.5,
-    "swiglu_limit": 10.0,
-    "hc_mult": 4,
-    "hc_sinkhorn_iters": 20,
-    "hc_eps": 1e-6,
-    "engram_layer_ids": [1],
-    "engram_num_embeddings": [384006168],
-    "engram_max_ngram_size": 4,
-    "engram_vocab_size": 16000000,
-    "engram_n_heads": 8,
-    "engram_head_dim": 256,
-    "engram_pad_token_id": 2,
-    "engram_compressed_vocab_size": 99092,
-    "num_nextn_predict_layers": 0,
-}
-CONFIG: Final = {
-    "architectures": ["DeepseekV41ForCausalLM"],
-    "model_type": "deepseek_v41",
-    "dtype": "bfloat16",
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-    "tie_word_embeddings": False,
-    "quantization_config": {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [32, 32],
-        "scale_fmt": "ue8m0",
-        "expert_dtype": "fp4",
-    },
-    "text_config": TEXT_CONFIG,
-}
+CONFIG: Final = v41_flash(
+    num_hidden_layers=5,
+    compress_ratios=[0, 2, 1, 1, 1],
+    kv_source_layer_ids=[1, 2],
+    index_source_layer_ids=[1, 2, 3],
+    candidate_source_layer_id=2,
+    engram_layer_ids=[1],
+    engram_num_embeddings=[384006168],
+    num_nextn_predict_layers=0,
+)
 
 
 # Writing

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.full_width import CONFIG, TEXT_CONFIG, memory_now, run
+from benchmarks.full_width import CONFIG, memory_now, run
 from deepinfer_kernels import select_ops
 from deepinfer_workers.models.deepseek import moe as moe_module
 from deepinfer_workers.models.deepseek.config import DeepseekConfig
@@ -66,8 +66,8 @@ def test_every_figure_is_that_of_the_release_and_every_kind_of_layer_is_there() 
     released = v41_flash()["text_config"]
     same = released.keys() - ABOUT_LAYERS - {"num_nextn_predict_layers", "use_cache", "initializer_range"}
     same = {key for key in same if not key.startswith("dspark_")}
-    assert {key: TEXT_CONFIG[key] for key in same} == {key: released[key] for key in same}
-    assert TEXT_CONFIG["engram_num_embeddings"] == released["engram_num_embeddings"][:1]
+    assert {key: CONFIG["text_config"][key] for key in same} == {key: released[key] for key in same}
+    assert CONFIG["text_config"]["engram_num_embeddings"] == released["engram_num_embeddings"][:1]
     config = DeepseekConfig.read(CONFIG, "config.json")
     kinds = [
         (ratio, layer in config.kv_sources, layer in config.index_sources) for layer, ratio in enumerate(config.ratios)
