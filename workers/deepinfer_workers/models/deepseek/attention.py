@@ -19,7 +19,7 @@ from deepinfer_workers.models.deepseek.formats import CacheFormats
 from deepinfer_workers.models.deepseek.indexer import Choice, Indexer
 from deepinfer_workers.models.deepseek.layer_caches import SourceRows
 from deepinfer_workers.models.deepseek.positions import StepPositions
-from deepinfer_workers.models.deepseek.rope import RopeTable, turn
+from deepinfer_workers.models.deepseek.rope import RopeTable, Turns, turn
 from deepinfer_workers.models.deepseek.selection import all_visible
 from deepinfer_workers.models.deepseek.sparse_attention import PIECE, attend, pad_keys
 from deepinfer_workers.models.deepseek.weights import DeepseekWeights
@@ -122,14 +122,14 @@ class Attention:
         keys = self._kv_norm(self._wkv(x))  # [T, D]
         keys = turn(keys[:, None], turns)[:, 0]
         if self._indexer is not None:
-            state.choice = self._choose(self._indexer, latent, x, positions, state)
+            state.choice = self._choose(self._indexer, latent, x, turns, positions, state)
         elif self._sees_all:
             state.choice = Choice(all_visible(positions.num_visible(self._ratio)))
         out = self._attend(turn(queries, turns), keys, positions, window, state)
         return self._project(turn(out, turns, back=True))
 
     def _choose(
-        self, indexer: Indexer, latent: Tensor, x: Tensor, positions: StepPositions, state: StepState
+        self, indexer: Indexer, latent: Tensor, x: Tensor, turns: Turns, positions: StepPositions, state: StepState
     ) -> Choice:
         source = state.source
         assert source is not None and source.index is not None
@@ -139,7 +139,7 @@ class Attention:
             first = slice(part.start, part.start + 1)
             return index.read(positions.row_indices(first, rows[None], ratio, index.null_row))[0]
 
-        turns, num_visible = self._table.at(positions.positions), positions.num_visible(ratio)
+        num_visible = positions.num_visible(ratio)
         # A kv source begins anew: what an earlier source published is of other rows.
         blocks = state.choice.blocks if self.source is None and state.choice is not None else None
         return indexer.choose(latent, x, turns, num_visible, positions.pieces.parts, read, blocks)

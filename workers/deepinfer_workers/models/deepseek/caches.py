@@ -39,7 +39,7 @@ def float_format(dim: int, dtype: torch.dtype, round: Callable[[Tensor], Tensor]
 
 
 class PagedRows:
-    """Rows of compressed keys: `num_rows` of all blocks, and those of the null block behind them, which stay zero."""
+    """Rows of compressed keys: those of all blocks, and behind them those of the null block, which stay zero."""
 
     def __init__(self, row_format: RowFormat, num_blocks: int, rows_per_block: int, device: torch.device) -> None:
         self.rows_per_block = rows_per_block

@@ -55,23 +55,34 @@ class DeepseekCaches:
     def _source(self, layer: int) -> SourceRows:
         config, formats = self._config, self._formats
         ratio = config.ratios[layer]
-        is_indexed = layer in config.index_sources
+        main, index = pending_shapes(config, layer)
         return SourceRows(
             ratio,
             main=self._paged(formats.main, ratio),
-            index=self._paged(formats.index, ratio) if is_indexed else None,
-            pending=self._pending(ratio, config.head_dim) if ratio > 1 else None,
-            pending_index=self._pending(ratio, config.index_dim) if is_indexed and config.family == "v4" else None,
+            index=self._paged(formats.index, ratio) if layer in config.index_sources else None,
+            pending=self._pending(main),
+            pending_index=self._pending(index),
         )
 
     def _paged(self, row_format: RowFormat, ratio: int) -> PagedRows:
         limits = self._limits
         return PagedRows(row_format, limits.num_blocks, limits.block_size // ratio, self._device)
 
-    def _pending(self, ratio: int, dim: int) -> Rings:
-        shape = GroupShape.of(self._config, ratio, dim)
+    def _pending(self, shape: GroupShape | None) -> Rings | None:
+        if shape is None:
+            return None
         capacity = pending_capacity(self._config, shape)
         return Rings(pending_format(shape.state_dim), self._limits.num_slots + 1, capacity, self._device)
+
+
+def pending_shapes(config: DeepseekConfig, layer: int) -> tuple[GroupShape | None, GroupShape | None]:
+    """What a source layer keeps of tokens whose group is not complete: for its rows, and for V4's index keys."""
+    ratio = config.ratios[layer]
+    has_own_keys = config.family == "v4" and layer in config.index_sources
+    return (
+        GroupShape.of(config, ratio, config.head_dim) if ratio > 1 else None,
+        GroupShape.of(config, ratio, config.index_dim) if has_own_keys else None,
+    )
 
 
 def rollback(config: DeepseekConfig) -> int:
@@ -102,9 +113,6 @@ def slot_bytes(config: DeepseekConfig, formats: CacheFormats) -> int:
     """Of windows and pending states, for one slot."""
     total = config.num_layers * window_capacity(config) * formats.window.row_bytes
     for layer in config.kv_sources:
-        ratio = config.ratios[layer]
-        shapes = [GroupShape.of(config, ratio, config.head_dim)] if ratio > 1 else []
-        if config.family == "v4" and layer in config.index_sources:
-            shapes.append(GroupShape.of(config, ratio, config.index_dim))
-        total += sum(pending_capacity(config, shape) * 4 * shape.state_dim for shape in shapes)
+        shapes = filter(None, pending_shapes(config, layer))
+        total += sum(pending_capacity(config, shape) * pending_format(shape.state_dim).row_bytes for shape in shapes)
     return total
