@@ -30,6 +30,7 @@ class LayerKind(NamedTuple):
     bounds: bool
     """It says which rows later index sources may choose."""
     is_bounded: bool
+    is_decoder: bool
 
     @classmethod
     def of(cls, figures: Figures, layer: int) -> LayerKind:
@@ -40,6 +41,7 @@ class LayerKind(NamedTuple):
             chooses,
             layer == source,
             chooses and source >= 0 and layer > source,
+            layer >= figures.kv_sources[-1],
         )
 
 
@@ -83,8 +85,8 @@ def attention(
         carried = _make_rows(figures, kind, weights, x, turns, switches, dtype)._replace(candidates=None)
     if kind.chooses:
         carried = _choose(figures, kind, weights, latent.detach(), x.detach(), packed, carried, switches, dtype)
-    sinks = weights["attn.attn_sink"]
-    out, mass = _attend(figures, turn(queries, turns), keys, packed.window, sinks, carried if kind.ratio else Carried())
+    sinks, window = weights["attn.attn_sink"], packed.decoder_window if kind.is_decoder else packed.window
+    out, mass = _attend(figures, turn(queries, turns), keys, window, sinks, carried if kind.ratio else Carried())
     if mass is not None:
         carried = carried._replace(mass=mass if carried.mass is None else carried.mass + mass)
     out = turn(out, turns, back=True)

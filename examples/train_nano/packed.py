@@ -41,6 +41,8 @@ class Packed(NamedTuple):
     """Of layers with compressed rows."""
     window: Tensor
     """[B, T, 2W]: which places of the block of `W` before its own, and of its own, each place sees."""
+    decoder_window: Tensor
+    """[B, T, 2W]: in the decoder half, which knows nothing below where it was last replayed from."""
     visible: dict[int, Tensor]
     """By ratio, [B, T, R]: compressed rows of the same document that are complete."""
 
@@ -53,14 +55,22 @@ class Packer:
         self._plain = _table(figures.rope_theta, figures.rope_dim, None, max_len, device)
         self._stretched = _table(figures.compress_theta, figures.rope_dim, figures.yarn, max_len, device)
 
-    def __call__(self, rows: Tensor) -> Packed:
-        """`rows` [B, T] int64 as `prepare` writes them, T a multiple of the window; each begins with a document."""
+    def __call__(self, rows: Tensor, is_replayed: Tensor | None = None) -> Packed:
+        """`rows` [B, T] int64 as `prepare` writes them, T a multiple of the window; each begins with a document.
+
+        At the places `is_replayed` [B, T] bool the decoder half begins anew, as it does at the end of a long prompt.
+        """
         figures = self._figures
         tokens = rows % UNLEARNT
         places = torch.arange(tokens.shape[1], device=tokens.device)
         is_first = tokens == figures.bos
         starts = torch.where(is_first, places, 0).cummax(1).values  # [B, T]
         positions = places - starts
+        window = self._window(places, starts)
+        decoder_window = window
+        if is_replayed is not None:
+            floors = torch.where(is_first | is_replayed, places, 0).cummax(1).values
+            decoder_window = self._window(places, floors)
         visible = {ratio: self._visible(ratio, places, starts) for ratio in sorted(set(figures.ratios) - {0})}
         return Packed(
             tokens,
@@ -69,7 +79,8 @@ class Packer:
             _targets(rows, tokens),
             Turns(*(part[positions] for part in self._plain)),
             Turns(*(part[positions] for part in self._stretched)),
-            self._window(places, starts),
+            window,
+            decoder_window,
             visible,
         )
 

@@ -9,6 +9,8 @@ a cosine does. A call ends by itself after `--call-seconds`.
 
 A third of the way, attention begins to see only the rows that the indexers choose; in the last tenth, weights,
 activations and cached rows go through the formats of the released checkpoint, and gradients straight through those.
+Half of the rows see their decoder half begin anew at random places, as it does in an engine that computes no more of it
+than the end of a prompt: the model learns not to lean on what such a replay leaves out.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ PEAK_RATE = 4e-3
 WARMUP_STEPS = 100
 SELECT_FROM, ROUND_FROM = 0.3, 0.9
 """Shares of the training."""
+REPLAYED_ROWS, REPLAY_GAP = 0.5, 400
+"""The share of rows whose decoder half begins anew now and then, and the places between, on average."""
 BIAS_RATE = 1e-3
 """By how much a step moves the gates' biases towards equal loads."""
 LONGEST_STEP_S = 10.0
@@ -98,7 +102,8 @@ class Trainer:
         rows = self._rows.batch(progress.step)
         switches = self._switches(rounds=share >= ROUND_FROM, selects=share >= SELECT_FROM)
         with self.as_stored(share >= ROUND_FROM):
-            losses = self.model.losses(self.weights, self._packer(rows), switches)
+            packed = self._packer(rows, replays(rows, progress.step))
+            losses = self.model.losses(self.weights, packed, switches)
             (losses.text + losses.indexers).backward()
         self._optimizer.step(rate)
         self._balance(losses.loads, BIAS_RATE * rate / plan.peak)
@@ -152,6 +157,14 @@ class Trainer:
         moves = (loads.float().mean(1, keepdim=True) - loads).sign() * rate
         for layer in range(self.figures.num_layers):
             self.weights[f"layers.{layer}.ffn.gate.bias"] += moves[layer]
+
+
+def replays(rows: Tensor, step: int) -> Tensor:
+    """[B, T] bool: where the decoder half of some rows begins anew. The same for the same step."""
+    generator = torch.Generator().manual_seed(step)
+    is_replayed = torch.rand(rows.shape, generator=generator) < 1 / REPLAY_GAP
+    is_replayed &= torch.rand(len(rows), 1, generator=generator) < REPLAYED_ROWS
+    return is_replayed.to(rows.device)
 
 
 def train(trainer: Trainer, plan: Plan, state: Path, out: Path, call_seconds: float) -> Progress:
