@@ -8,6 +8,7 @@ receiver to say.
 from __future__ import annotations
 
 import struct
+from itertools import pairwise
 from math import inf
 from typing import Final
 
@@ -20,6 +21,8 @@ from deepinfer_protocol.limits import (
     MAX_BIAS_IDS,
     MAX_BLOCKS,
     MAX_CONFIG_BYTES,
+    MAX_COSTS,
+    MAX_DRAFTS,
     MAX_LENGTH,
     MAX_LOGPROBS,
     MAX_MESSAGE_BYTES,
@@ -30,8 +33,10 @@ from deepinfer_protocol.messages import (
     AnyMessage,
     LogitShaping,
     MaskBatch,
+    Ready,
     RowFlag,
     SlotAdmit,
+    StepCosts,
     StepPlan,
     StepResult,
     WorkerConfig,
@@ -72,6 +77,8 @@ def decode(frame: bytes | memoryview) -> AnyMessage:
         _check_result(message)
     elif isinstance(message, MaskBatch):
         _check_masks(message)
+    elif isinstance(message, Ready) and message.costs is not None:
+        _check_costs(message.costs)
     return message
 
 
@@ -112,6 +119,7 @@ def _check_plan(plan: StepPlan) -> None:
     _check_range("positions", positions, 1, MAX_LENGTH)
     _check_range("flags", flags, 0, _ALL_FLAGS)
     num_positions = sum(unpack_int32(positions))
+    num_positions += _check_drafts(plan, positions, flags)
     if num_positions > plan.padded_positions:
         raise ProtocolError(f"{num_positions} positions in the rows, padded to {plan.padded_positions}")
     _check_unique("a slot has two rows in one step", slots)
@@ -125,6 +133,26 @@ def _check_plan(plan: StepPlan) -> None:
         raise ProtocolError(f"admits: more than {MAX_ROWS} slots")
     for admit in plan.admits:
         _check_admit(admit)
+
+
+def _check_drafts(plan: StepPlan, positions: bytes, flags: bytes) -> int:
+    """How many drafts the step verifies, at most."""
+    if not plan.most_drafts:
+        if plan.verify_budget:
+            raise ProtocolError(f"verify_budget: {plan.verify_budget} came, and no row has drafts")
+        return 0
+    _check_columns("most_drafts", plan.most_drafts, 1, MAX_ROWS)
+    if len(plan.most_drafts) != len(positions):
+        raise ProtocolError(f"most_drafts: {len(plan.most_drafts) // 4} came for {len(positions) // 4} rows")
+    _check_range("most_drafts", plan.most_drafts, 0, MAX_DRAFTS)
+    most, total = unpack_int32(plan.most_drafts), 0
+    for row, (num_drafts, count, flag) in enumerate(
+        zip(most, unpack_int32(positions), unpack_int32(flags), strict=True)
+    ):
+        if num_drafts and (count != 1 or not flag & RowFlag.SAMPLE):
+            raise ProtocolError(f"row {row} verifies drafts: one sampled position was expected, {count} came")
+        total += num_drafts
+    return min(total, plan.verify_budget)
 
 
 def _check_admit(admit: SlotAdmit) -> None:
@@ -189,6 +217,44 @@ def _check_result(result: StepResult) -> None:
         raise ProtocolError("prompt_logprob_ids and prompt_logprobs differ in length")
     _check_range("prompt logprob id", result.prompt_logprob_ids, 0)
     _check_ranks("prompt_logprob_ranks", result.prompt_logprob_ranks, result.prompt_logprob_ids)
+    _check_verified(result, num_tokens)
+
+
+def _check_verified(result: StepResult, num_tokens: bytes) -> None:
+    """What a result says of drafts, beside the tokens of its rows."""
+    _check_columns("predicted", result.predicted, 1, MAX_DRAFTS)
+    counts = unpack_int32(num_tokens)
+    num_sampled = len(counts) - counts.count(0)
+    if len(result.survivals) > num_sampled * MAX_DRAFTS or len(result.survivals) % max(num_sampled, 1):
+        raise ProtocolError(f"survivals: {len(result.survivals)} came for {num_sampled} sampled rows")
+    if not result.num_verified:
+        return
+    _check_columns("num_verified", result.num_verified, 1, MAX_ROWS)
+    if len(result.num_verified) != len(num_tokens):
+        raise ProtocolError(f"num_verified: {len(result.num_verified) // 4} came for {len(counts)} rows")
+    _check_range("num_verified", result.num_verified, 0, MAX_DRAFTS)
+    for row, (count, most) in enumerate(zip(counts, unpack_int32(result.num_verified), strict=True)):
+        if count > 1 + most:
+            raise ProtocolError(f"row {row}: {count} tokens came of {most} drafts")
+
+
+def _check_costs(costs: StepCosts) -> None:
+    for name, sizes, times in (
+        ("positions", costs.positions, costs.forward_us),
+        ("draft rows", costs.draft_rows, costs.draft_us),
+    ):
+        _check_columns(f"costs: {name}", sizes, 1, MAX_COSTS)
+        _check_range(f"costs: {name}", sizes, 1)
+        _check_columns(f"costs: times of {name}", times, 1, MAX_COSTS)
+        if len(sizes) != len(times):
+            raise ProtocolError(f"costs: {len(sizes) // 4} {name} and {len(times) // 4} times")
+        numbers = unpack_int32(sizes).tolist()
+        if any(low >= high for low, high in pairwise(numbers)):
+            raise ProtocolError(f"costs: {name} must rise")
+        if not all(0.0 <= value < inf for value in unpack_float32(times)):
+            raise ProtocolError(f"costs: a time of {name} is no number of microseconds")
+    if not costs.positions:
+        raise ProtocolError("costs: no positions were measured")
 
 
 def _check_ranks(name: str, ranks: bytes, ids: bytes) -> None:

@@ -13,6 +13,10 @@ MAX_BLOCKS: Final = 1 << 30
 MAX_LENGTH: Final = 1 << 24
 """Longest sequence, in tokens."""
 MAX_LOGPROBS: Final = 20
+MAX_DRAFTS: Final = 64
+"""Tokens of a draft block."""
+MAX_COSTS: Final = 1024
+"""Measured sizes of a step."""
 MAX_STOP_IDS: Final = 1024
 MAX_BIAS_IDS: Final = 2048
 """Tokens of a slot with a bias or a ban of their own."""

@@ -23,6 +23,8 @@ from deepinfer_protocol.limits import (
     MAX_BAD_WORD_IDS,
     MAX_BIAS_IDS,
     MAX_BLOCKS,
+    MAX_COSTS,
+    MAX_DRAFTS,
     MAX_LENGTH,
     MAX_LOGPROBS,
     MAX_MASK_BYTES,
@@ -33,7 +35,7 @@ from deepinfer_protocol.limits import (
     MAX_TEXT_CHARACTERS,
 )
 
-WIRE_REVISION: Final = 3
+WIRE_REVISION: Final = 4
 """Raised by every change of a message. Both ends come from one installation: any difference is refused."""
 
 Count = Annotated[int, Meta(ge=0, le=INT32_MAX)]
@@ -41,6 +43,7 @@ Int64 = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 Rank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
 NumRanks = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
 Slot = Annotated[int, Meta(ge=0, lt=MAX_SLOTS)]
+Drafts = Annotated[int, Meta(ge=0, le=MAX_DRAFTS)]
 Length = Annotated[int, Meta(ge=0, le=MAX_LENGTH)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARACTERS)]
 ShortText = Annotated[str, Meta(max_length=256)]
@@ -102,6 +105,9 @@ class SlotSampling(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     num_prompt_logprobs: Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)] = -1
     """-1: none; k: as `num_logprobs`, of every prompt token whose position before it is computed."""
     shaping: LogitShaping | None = None
+    rejects: bool = False
+    """Drafts are accepted by rejection sampling, which promises the distribution alone and accepts more. Otherwise
+    while they equal the target's own tokens, which are those of a run without drafts."""
 
 
 class SlotAdmit(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -132,6 +138,19 @@ class Hello(Message, frozen=True, tag=1):
     pid: Count
 
 
+class StepCosts(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """What steps take on a rank's device, measured when it started. Sizes rise; times are in microseconds."""
+
+    positions: Annotated[bytes, Meta(max_length=4 * MAX_COSTS)]
+    """int32 LE: positions of a step, its padding included."""
+    forward_us: Annotated[bytes, Meta(max_length=4 * MAX_COSTS)]
+    """float32 LE: forward and sampling of as many."""
+    draft_rows: Annotated[bytes, Meta(max_length=4 * MAX_COSTS)] = b""
+    """int32 LE: rows that draft."""
+    draft_us: Annotated[bytes, Meta(max_length=4 * MAX_COSTS)] = b""
+    """float32 LE: the draft blocks of as many."""
+
+
 class Ready(Message, frozen=True, tag=2):
     """The model is loaded; what it can hold. The engine's only source for these figures."""
 
@@ -155,6 +174,10 @@ class Ready(Message, frozen=True, tag=2):
     weights_version: ShortText
     device: ShortText
     """For people: what the model runs on."""
+    num_drafts: Drafts = 0
+    """The longest draft that a plan may ask for; 0: the model has no draft stages, or they are switched off."""
+    costs: StepCosts | None = None
+    """`None`: not measured."""
 
 
 class Progress(Message, frozen=True, tag=8):
@@ -200,6 +223,15 @@ class StepPlan(Message, frozen=True, tag=3):
     """int32 LE, two columns of equal length: slots, then block ids. Block lists grow in this order."""
     rows: bytes
     """int32 LE, four columns of equal length: slots, generations, positions of the row, flags (`RowFlag`)."""
+    most_drafts: bytes = b""
+    """int32 LE, one a row, or nothing: how many of the slot's drafts may be verified behind the row's one position.
+    Only rows of a single, sampled position verify any; those positions come on top of the row's."""
+    verify_budget: Count = 0
+    """How many drafts the step verifies, over all rows, if so many are there: those most likely to be reached. The
+    device knows how likely that is now, so only the result says how many each row got."""
+    num_drafts: Drafts = 0
+    """How many tokens each sampled row drafts behind its new one, for a later step to verify. A row's older drafts are
+    void in any case."""
 
 
 class MaskBatch(Message, frozen=True, tag=4):
@@ -243,6 +275,15 @@ class StepResult(Message, frozen=True, tag=5):
     """float32 LE: their log probabilities."""
     prompt_logprob_ranks: bytes = b""
     """int32 LE: for each such position the rank of its next token."""
+    num_verified: bytes = b""
+    """int32 LE, one a row: how many drafts were verified. Nothing where the plan's `verify_budget` is 0."""
+    survivals: bytes = b""
+    """One byte for each draft that the step made, those of the first sampled row first: 255 times the probability
+    that it and all drafts before it in its block will be accepted, as the model estimates it."""
+    predicted: bytes = b""
+    """float32 LE, by place in the block: such probabilities of the drafts verified in this step, summed over rows."""
+    draft_us: Count = 0
+    """Of `device_us`: making drafts."""
 
 
 AnyMessage = Hello | Ready | Progress | Fault | Shutdown | StepPlan | MaskBatch | StepResult
@@ -349,3 +390,9 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """Round activations as the released model does, where it does."""
     quantize_cache: bool = True
     """Round what goes into the cache as the released model does, where it does."""
+    num_drafts: Annotated[int, Meta(ge=-1, le=MAX_DRAFTS)] = -1
+    """The longest draft; -1: as long as the model's draft block, where it has draft stages; 0: none."""
+    measure_costs: bool = False
+    """Time steps of several sizes after loading, for `Ready.costs`."""
+    fake_num_drafts: Drafts = 0
+    """Fake runner only: the length of its draft block."""

@@ -21,6 +21,7 @@ from deepinfer_protocol import (
     Shutdown,
     SlotAdmit,
     SlotSampling,
+    StepCosts,
     StepPlan,
     StepResult,
     WorkerConfig,
@@ -29,7 +30,16 @@ from deepinfer_protocol import (
     pack_float32,
     pack_int32,
 )
-from deepinfer_protocol.limits import INT32_MAX, INT64_MAX, MAX_BIAS_IDS, MAX_BLOCKS, MAX_LENGTH, MAX_SLOTS
+from deepinfer_protocol.limits import (
+    INT32_MAX,
+    INT64_MAX,
+    MAX_BIAS_IDS,
+    MAX_BLOCKS,
+    MAX_COSTS,
+    MAX_DRAFTS,
+    MAX_LENGTH,
+    MAX_SLOTS,
+)
 
 Whole = AnyMessage | WorkerConfig
 FOREIGN: Final = "not a message of the worker wire"
@@ -66,6 +76,26 @@ PLAN: Final = StepPlan(
 RESULT: Final = StepResult(7, 3, 0, 12, 3456, 0, columns([2, 3], [1, 4], [3, 18], [1, 1]), columns([99, 100]))
 MASKS: Final = MaskBatch(7, 3, 0, columns([2, 3]), bytes.fromhex("01000000 00000000 ffffffff ffffff00"))
 READY: Final = Ready(7, 0, 49_152, 8192, 256, 4096, 16, 368_640, 0, 23_040.0, 0, 0, "sha256:00ff", "cpu")
+COSTS: Final = StepCosts(
+    columns([1, 8, 64]), pack_float32([500.0, 600.0, 2000.5]), columns([1, 8]), pack_float32([100.0, 110.0])
+)
+DRAFTING: Final = msgspec.structs.replace(
+    PLAN,
+    padded_positions=6,
+    rows=columns([2, 3], [1, 4], [1, 3], [SAMPLE, SAMPLE]),
+    most_drafts=columns([5, 0]),
+    verify_budget=2,
+    num_drafts=5,
+)
+VERIFIED: Final = msgspec.structs.replace(
+    RESULT,
+    rows=columns([2, 3], [1, 4], [6, 18], [3, 1]),
+    tokens=columns([9, 8, 7, 6]),
+    num_verified=columns([2, 0]),
+    survivals=bytes([250, 200, 100, 50, 0, 255, 254, 253, 252, 251]),
+    predicted=pack_float32([0.75, 0.5]),
+    draft_us=300,
+)
 CONFIG: Final = WorkerConfig(
     endpoint="ipc:///run/user/1000/deepinfer-0123456789ab/w.sock",
     epoch=7,
@@ -96,7 +126,7 @@ def valid() -> dict[str, Whole]:
         b"\xff" * 1024, columns([1023, *[INT32_MAX] * 1023]),
     )  # fmt: skip
     widest = SlotSampling(
-        100.0, 1.0, INT32_MAX, INT64_MAX, MAX_LENGTH, columns([INT32_MAX] * 1024), 20, 2, 1.0, 20, most
+        100.0, 1.0, INT32_MAX, INT64_MAX, MAX_LENGTH, columns([INT32_MAX] * 1024), 20, 2, 1.0, 20, most, True
     )
     return {
         "hello": Hello("0.1.0+wire1", 7, 0, 4242),
@@ -111,8 +141,10 @@ def valid() -> dict[str, Whole]:
         ),
         "ready at its limits": Ready(
             INT64_MAX, 1023, INT32_MAX, MAX_LENGTH, MAX_SLOTS - 1, MAX_BLOCKS - 1, 4096, INT64_MAX, INT64_MAX,
-            float(INT32_MAX), MAX_LENGTH, MAX_LENGTH, "w" * 256, "",
+            float(INT32_MAX), MAX_LENGTH, MAX_LENGTH, "w" * 256, "", MAX_DRAFTS,
+            StepCosts(columns(list(range(1, MAX_COSTS + 1))), bytes(4 * MAX_COSTS)),
         ),
+        "ready to draft": replace(READY, num_drafts=5, costs=COSTS),
         "progress": Progress(7, 0, 50_000_000, 97_000_000),
         "progress at its limits": Progress(INT64_MAX, 1023, INT64_MAX, INT64_MAX),
         "fault": Fault(7, 0, "model_file", "model.gguf: ends early"),
@@ -131,6 +163,9 @@ def valid() -> dict[str, Whole]:
         "plan that admits with logits shaped": replace(PLAN, admits=[shaped]),
         "plan that only retires": StepPlan(7, 5, 0, 0, columns([0, 1, 2]), [], b"", b""),
         "plan of 256 rows": StepPlan(7, 6, 0, 256, b"", [], b"", columns(many, many, [1] * 256, [SAMPLE] * 256)),
+        "plan with drafts": DRAFTING,
+        "plan with more budget than drafts": replace(DRAFTING, verify_budget=INT32_MAX, padded_positions=9),
+        "plan of rows that only draft": replace(PLAN, num_drafts=MAX_DRAFTS),
         "plan at its limits": StepPlan(
             INT64_MAX, INT64_MAX, 1023, INT32_MAX, columns([MAX_SLOTS - 1]),
             [SlotAdmit(MAX_SLOTS - 1, INT32_MAX, 1, 1, columns([INT32_MAX] * 2), columns([MAX_BLOCKS - 1]), widest)],
@@ -158,6 +193,7 @@ def valid() -> dict[str, Whole]:
             prompt_logprobs=bytes.fromhex("000080bf 000000bf 00000000 00000000"),
             prompt_logprob_ranks=columns([2, 1]),
         ),
+        "result with drafts": VERIFIED,
         "result of 256 rows": StepResult(
             7, 6, 0, 40, 5000, 0, columns(many, many, [17] * 256, [1] * 256), columns(many)
         ),
@@ -169,7 +205,8 @@ def valid() -> dict[str, Whole]:
         ),
         "config": CONFIG,
         "config of the second rank": replace(
-            CONFIG, rank=1, num_ranks=2, runner="model", model="models/модель.gguf", fake_step_s=0.25
+            CONFIG, rank=1, num_ranks=2, runner="model", model="models/модель.gguf", fake_step_s=0.25, num_drafts=5,
+            measure_costs=True,
         ),
     }  # fmt: skip
 
@@ -195,7 +232,27 @@ def spoiled() -> dict[str, Refused]:
     prompted = msgspec.structs.replace(
         RESULT, prompt_logprob_ids=columns([6, 8]), prompt_logprobs=bytes(8), prompt_logprob_ranks=columns([2])
     )
+    ready = msgspec.structs.replace(READY, num_drafts=5, costs=COSTS)
     return {
+        "drafts of no row": Refused(DRAFTING, (9,), b"", "verify_budget: 2 came, and no row has drafts"),
+        "drafts of one row too few": Refused(DRAFTING, (9,), columns([5]), "most_drafts: 1 came for 2 rows"),
+        "drafts beyond a block": Refused(DRAFTING, (9,), columns([MAX_DRAFTS + 1, 0]), "most_drafts: 0 to 65 came"),
+        "drafts of a prompt": Refused(DRAFTING, (9,), columns([0, 5]), "row 1 verifies drafts: one sampled position"),
+        "drafts beyond the padding": Refused(DRAFTING, (10,), 5, "9 positions in the rows, padded to 6"),
+        "drafts to be made beyond a block": Refused(DRAFTING, (11,), MAX_DRAFTS + 1),
+        "verified of one row too few": Refused(VERIFIED, (15,), columns([2]), "num_verified: 1 came for 2 rows"),
+        "verified beyond a block": Refused(VERIFIED, (15,), columns([MAX_DRAFTS + 1, 0]), "num_verified: 0 to 65 came"),
+        "verified fewer than the tokens": Refused(VERIFIED, (15,), columns([1, 0]), "row 0: 3 tokens came of 1 drafts"),
+        "survivals of half a row": Refused(VERIFIED, (16,), bytes(9), "survivals: 9 came for 2 sampled rows"),
+        "predictions of more than a block": Refused(
+            VERIFIED, (17,), bytes(4 * (MAX_DRAFTS + 1)), "predicted: more than 64 rows"
+        ),
+        "costs of nothing": Refused(ready, (16,), [b"", b"", b"", b""], "costs: no positions were measured"),
+        "costs without a time": Refused(ready, (16, 1), b"", "costs: 3 positions and 0 times"),
+        "costs that fall": Refused(ready, (16, 0), columns([1, 64, 8]), "costs: positions must rise"),
+        "costs below zero": Refused(
+            ready, (16, 3), pack_float32([-1.0, 1.0]), "costs: a time of draft rows is no number of microseconds"
+        ),
         "kind unknown": Refused(PLAN, (0,), 9),
         "kind of another message": Refused(PLAN, (0,), 5),
         "kind as text": Refused(PLAN, (0,), "3"),

@@ -86,9 +86,9 @@ def _show(name: str, value: Any) -> Any:
         return [readable(item) for item in value]
     if not isinstance(value, bytes):
         return value
-    if name in ("bits", "allowed_bits"):
+    if name in ("bits", "allowed_bits", "survivals"):
         return value.hex()
-    if name in ("logprobs", "prompt_logprobs", "bias_values"):
+    if name in ("logprobs", "prompt_logprobs", "bias_values", "predicted", "forward_us", "draft_us"):
         return [str(number) for number in unpack_float32(value)]
     num_columns = {"rows": 4, "appends": 2}.get(name, 1)
     shown = [list(column) for column in split_columns(value, num_columns)]

@@ -21,9 +21,11 @@ from deepinfer_protocol import (
     Progress,
     ProtocolError,
     Ready,
+    RowFlag,
     Shutdown,
     SlotAdmit,
     SlotSampling,
+    StepCosts,
     StepPlan,
     StepResult,
     config_length,
@@ -45,6 +47,7 @@ from deepinfer_protocol.limits import (
     MAX_BIAS,
     MAX_BLOCKS,
     MAX_CONFIG_BYTES,
+    MAX_DRAFTS,
     MAX_LENGTH,
     MAX_LOGPROBS,
     MAX_RANKS,
@@ -124,15 +127,22 @@ def plans(draw: st.DrawFn) -> StepPlan:
     slots = draw(st.lists(slot, unique=True, max_size=12))
     rows = [draw(st.tuples(count, upto(1000, 1), upto(3))) for _ in slots]
     appends = draw(st.lists(st.tuples(slot, upto(MAX_BLOCKS - 1)), max_size=12))
+    may_verify = [count == 1 and bool(flags & RowFlag.SAMPLE) for _, count, flags in rows]
+    most_drafts = [draw(upto(MAX_DRAFTS)) if may else 0 for may in may_verify] if draw(st.booleans()) else []
+    budget = draw(upto(INT32_MAX)) if most_drafts else 0
+    num_positions = sum(row[1] for row in rows) + min(budget, sum(most_drafts))
     return StepPlan(
         epoch=draw(int64),
         step_id=draw(int64),
         rank=draw(rank),
-        padded_positions=sum(row[1] for row in rows) + draw(upto(1000)),
+        padded_positions=num_positions + draw(upto(1000)),
         retired=draw(packed(MAX_SLOTS - 1)),
         admits=draw(st.lists(admits(), max_size=3)),
         appends=columns([pair[0] for pair in appends], [pair[1] for pair in appends]),
         rows=columns(slots, *([row[i] for row in rows] for i in range(3))),
+        most_drafts=columns(most_drafts),
+        verify_budget=budget,
+        num_drafts=draw(upto(MAX_DRAFTS)),
     )
 
 
@@ -143,6 +153,7 @@ def results(draw: st.DrawFn) -> StepResult:
     num_ranks, num_prompt_ranks = draw(upto(num_tokens)), draw(upto(4))
     num_logprobs = num_ranks * (1 + draw(upto(MAX_LOGPROBS)))
     num_prompt_logprobs = num_prompt_ranks * (1 + draw(upto(MAX_LOGPROBS)))
+    num_drafts, has_verified = draw(upto(MAX_DRAFTS)), draw(st.booleans())
     return StepResult(
         *(draw(int64), draw(int64), draw(rank), draw(count), draw(count), draw(count)),
         rows=columns(*([row[i] for row in rows] for i in range(4))),
@@ -153,6 +164,10 @@ def results(draw: st.DrawFn) -> StepResult:
         prompt_logprob_ids=pack_int32([draw(count)] * num_prompt_logprobs),
         prompt_logprobs=draw(st.binary(min_size=4, max_size=4)) * num_prompt_logprobs,
         prompt_logprob_ranks=pack_int32([draw(upto(INT32_MAX, 1))] * num_prompt_ranks),
+        num_verified=columns([max(row[3] - 1, draw(upto(MAX_DRAFTS))) for row in rows] if has_verified else []),
+        survivals=bytes([draw(upto(255))]) * (num_drafts * sum(row[3] > 0 for row in rows)),
+        predicted=draw(st.binary(min_size=4, max_size=4)) * num_drafts,
+        draft_us=draw(count),
     )
 
 
@@ -181,7 +196,16 @@ def readies(draw: st.DrawFn) -> Ready:
         exact_replay_tokens=draw(upto(MAX_LENGTH)),
         weights_version=draw(short_text),
         device=draw(short_text),
+        num_drafts=draw(upto(MAX_DRAFTS)),
+        costs=draw(st.none() | costs()),
     )
+
+
+@st.composite
+def costs(draw: st.DrawFn) -> StepCosts:
+    sizes = [sorted(draw(st.sets(upto(INT32_MAX, 1), min_size=low, max_size=9))) for low in (1, 0)]
+    times = [pack_float32([draw(st.floats(0, 1e9, width=32)) for _ in some]) for some in sizes]
+    return StepCosts(columns(sizes[0]), times[0], columns(sizes[1]), times[1])
 
 
 messages: st.SearchStrategy[AnyMessage] = st.one_of(
@@ -271,6 +295,8 @@ def test_every_figure_of_the_configuration_has_bounds(figure: int) -> None:
     names = {name for name, value in msgspec.structs.asdict(CONFIG).items() if isinstance(value, int)}
     if 0 <= figure < 2**63:
         names -= {"epoch", "kv_cache_bytes"}  # they have 63 bits
+    if figure == -1:
+        names -= {"num_drafts"}  # as long as the model's own block
     for name in names:
         with pytest.raises(ProtocolError):
             decode_config(config_body(**{name: figure}))

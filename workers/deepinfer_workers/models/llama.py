@@ -18,7 +18,7 @@ from deepinfer_workers.checkpoint import Checkpoint
 from deepinfer_workers.kv import CacheShape, PagedKVCache
 from deepinfer_workers.models.llama_config import LlamaConfig
 from deepinfer_workers.models.llama_weights import LlamaWeights
-from deepinfer_workers.models.model import CacheNeeds, ModelOptions, Step, check_max_len
+from deepinfer_workers.models.model import CacheNeeds, Drafter, ModelOptions, Step, check_max_len
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Llama:
     """A `Model`: one paged cache of keys and values, and nothing by slot."""
 
     can_capture = True
+    drafter: Drafter | None = None
     block_multiple = 1
 
     def __init__(

@@ -50,6 +50,8 @@ class ModelOptions(NamedTuple):
     """For experts that are expanded when tokens are sent to them; `None`: a share of what is free."""
     num_workers: int = 1
     """They may be on one machine, and share its memory."""
+    num_drafts: int = -1
+    """The longest draft; -1: the model's block, where it has draft stages; 0: none, and the stages are not loaded."""
 
     @classmethod
     def of(cls, config: WorkerConfig) -> ModelOptions:
@@ -61,6 +63,7 @@ class ModelOptions(NamedTuple):
             config.quantize_activations,
             config.quantize_cache,
             num_workers=config.num_ranks,
+            num_drafts=config.num_drafts,
         )
 
 
@@ -79,6 +82,29 @@ class CacheNeeds(NamedTuple):
     """Positions before a prefix hit that rebuild the slot state to the bit."""
 
 
+class Drafter(Protocol):
+    """The draft stages of a model (DSpark): what they guess of the tokens behind the newest one.
+
+    They read what the model's own forward passes left in the slots' state, of the positions before the newest token,
+    and leave nothing there themselves. Called by the device thread, after `forward`.
+    """
+
+    block_size: int
+    """The longest draft."""
+
+    def hidden(self, slots: Ints, positions: Tensor, tokens: Tensor) -> Tensor:
+        """The blocks of `slots` [R], whose newest tokens `tokens` [R] stand at `positions` [R]: [R, block, C].
+
+        The positions before are computed, those of the blocks are not.
+        """
+
+    def logits(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """Of `hidden` [R, C], one place of every block, behind the tokens `previous` [R]: [R, V] float32."""
+
+    def confidences(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """Of the same places, [R] float32: how probably the draft there is accepted, if all before it are."""
+
+
 class Model(Protocol):
     """Weights, caches and forward pass. Everything but `prefetch` and `close` is called by the device thread."""
 
@@ -86,6 +112,9 @@ class Model(Protocol):
     max_len: int
     block_multiple: int
     """Blocks have a multiple of as many tokens, and so hold whole rows."""
+
+    drafter: Drafter | None
+    """`None`: no draft stages, or they are not asked for (`ModelOptions.num_drafts`)."""
 
     @property
     def can_capture(self) -> bool:

@@ -31,7 +31,7 @@ from deepinfer_workers.models.deepseek.positions import StepPositions
 from deepinfer_workers.models.deepseek.rank_tensors import RankTensors
 from deepinfer_workers.models.deepseek.rope import RopeTable
 from deepinfer_workers.models.deepseek.weights import DeepseekWeights
-from deepinfer_workers.models.model import CacheNeeds, ModelOptions, Step
+from deepinfer_workers.models.model import CacheNeeds, Drafter, ModelOptions, Step
 
 
 @dataclass
@@ -61,6 +61,7 @@ class Deepseek:
     """A `Model`: paged compressed rows, windows and pending groups by slot."""
 
     can_capture = False
+    drafter: Drafter | None = None
 
     def __init__(
         self,
