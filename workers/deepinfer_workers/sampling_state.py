@@ -17,6 +17,7 @@ from math import inf, log
 from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -66,6 +67,17 @@ class Logprobs:
     """[R] int64: each token's own."""
     counts: list[int]
     """[R]: how many of the best each row asked for."""
+    rows: Ints
+    """[R], on the host: which of the tokens that were given these are."""
+
+    def only(self, is_wanted: npt.NDArray[np.bool_]) -> Logprobs:
+        """Of those among the given tokens that `is_wanted` says. The tensors are on the host."""
+        kept = is_wanted[self.rows]
+        if kept.all():
+            return self
+        at = torch.from_numpy(np.flatnonzero(kept))
+        counts = [count for count, is_kept in zip(self.counts, kept, strict=True) if is_kept]
+        return Logprobs(self.ids[at], self.values[at], self.ranks[at], counts, self.rows[kept])
 
     def to_bytes(self) -> tuple[bytes, bytes, bytes]:
         """The columns `logprob_ids`, `logprobs` and `logprob_ranks` of a `StepResult`. The tensors are on the host."""
@@ -332,7 +344,7 @@ class SamplingState:
             return None
         [index] = _upload([wanted], logits.device)
         parts = [(logits.index_select(0, rows), tokens.index_select(0, rows)) for rows in index.split(ROWS_AT_ONCE)]
-        return _logprobs(parts, counts[wanted].tolist())
+        return _logprobs(parts, counts[wanted].tolist(), wanted)
 
     def prompt_positions(self, slots: Ints, starts: Ints, counts: Ints) -> PromptPositions | None:
         """Which positions of a step must have logits for the prompts that asked; `None` if there are none.
@@ -356,14 +368,14 @@ class SamplingState:
         """Of the prompts' own tokens. `logits`: those of the `wanted` positions, `ROWS_AT_ONCE` by `ROWS_AT_ONCE`."""
         slots, nexts = _upload([wanted.slots, wanted.nexts], self._tokens.device)
         tokens = self._tokens[slots, nexts].long().split(ROWS_AT_ONCE)
-        return _logprobs(zip(logits, tokens, strict=True), wanted.counts)
+        return _logprobs(zip(logits, tokens, strict=True), wanted.counts, np.arange(len(wanted.counts)))
 
 
-def _logprobs(parts: Iterable[tuple[Tensor, Tensor]], counts: list[int]) -> Logprobs:
+def _logprobs(parts: Iterable[tuple[Tensor, Tensor]], counts: list[int], rows: Ints) -> Logprobs:
     """Of all parts together, as many of the best as any row asks for; a part is logits [rows, V] and tokens [rows]."""
     found = [best_logprobs(logits, tokens, max(counts)) for logits, tokens in parts]
     best = found[0] if len(found) == 1 else BestLogprobs(*map(torch.cat, zip(*found, strict=True)))
-    return Logprobs(best.ids, best.values, best.ranks, counts)
+    return Logprobs(best.ids, best.values, best.ranks, counts, rows)
 
 
 def _features(sampling: SlotSampling) -> Feature:
