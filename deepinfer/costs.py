@@ -1,8 +1,9 @@
 """CostTable: what steps take on a device, by their size. From what a worker has measured, or from a file.
 
 Measured times waver, but a larger step is never faster: a size takes at least what smaller ones take. Between two
-measured sizes a device that pads steps to such sizes takes the time of the larger one; any other a time between both,
-on a straight line. Beyond the largest, times rise as they do from half of it on. Knows nothing of what is done with it.
+measured sizes times lie on a straight line; where steps are padded, a table says so by naming the smallest and the
+largest size of each flat stretch. Beyond the largest size, times rise as they do from half of it on. Knows nothing of
+what is done with it.
 """
 
 from __future__ import annotations
@@ -32,8 +33,6 @@ class CostFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     device: str = ""
     """For people, as `model`: what was measured."""
     model: str = ""
-    is_padded: bool = False
-    """Steps are padded to the sizes that were measured."""
     positions: list[int]
     forward_us: list[float]
     """Forward and sampling of a step of so many positions."""
@@ -51,22 +50,19 @@ class CostTable:
         forward_us: Sequence[float],
         draft_rows: Sequence[int] = (),
         draft_us: Sequence[float] = (),
-        *,
-        is_padded: bool = False,
     ) -> None:
         """Sizes must rise. Without `draft_us` drafts take no time. Raises `ConfigError`."""
         if not positions:
             raise ConfigError(_SETTING, "positions: at least one size is expected")
-        self._forward = _Curve("positions", positions, "forward_us", forward_us, is_padded=is_padded)
-        self._draft = _Curve("draft_rows", draft_rows, "draft_us", draft_us, is_padded=is_padded)
+        self._forward = _Curve("positions", positions, "forward_us", forward_us)
+        self._draft = _Curve("draft_rows", draft_rows, "draft_us", draft_us)
         self._dense: list[float] = []
-        self.is_padded = is_padded
 
     @classmethod
-    def of(cls, costs: StepCosts, *, is_padded: bool = False) -> Self:
+    def of(cls, costs: StepCosts) -> Self:
         """What a worker has measured. Raises `ConfigError` where that is no table."""
         columns = unpack_int32(costs.positions), unpack_float32(costs.forward_us)
-        return cls(*columns, unpack_int32(costs.draft_rows), unpack_float32(costs.draft_us), is_padded=is_padded)
+        return cls(*columns, unpack_int32(costs.draft_rows), unpack_float32(costs.draft_us))
 
     @classmethod
     def read(cls, path: Path, accelerator: str) -> Self:
@@ -78,7 +74,7 @@ class CostTable:
             )
         columns = file.positions, file.forward_us, file.draft_rows, file.draft_us
         try:
-            return cls(*columns, is_padded=file.is_padded)
+            return cls(*columns)
         except ConfigError as error:
             raise ConfigError(_SETTING, f"{path}: {str(error).removeprefix(f'{_SETTING}: ')}") from None
 
@@ -88,7 +84,6 @@ class CostTable:
             accelerator=accelerator,
             device=device,
             model=model,
-            is_padded=self.is_padded,
             positions=self._forward.sizes,
             forward_us=[round(us, 1) for us in self._forward.times_us],
             draft_rows=self._draft.sizes,
@@ -123,9 +118,7 @@ class CostTable:
 class _Curve:
     """Times by sizes, rising."""
 
-    def __init__(
-        self, sizes_name: str, sizes: Sequence[int], times_name: str, times_us: Sequence[float], *, is_padded: bool
-    ) -> None:
+    def __init__(self, sizes_name: str, sizes: Sequence[int], times_name: str, times_us: Sequence[float]) -> None:
         if len(sizes) != len(times_us):
             raise ConfigError(_SETTING, f"{times_name}: {len(times_us)} times for {len(sizes)} sizes")
         if len(sizes) > MAX_COSTS:
@@ -138,7 +131,6 @@ class _Curve:
                 raise ConfigError(_SETTING, f"{times_name}: {us} is no time: microseconds above 0 are expected")
         self.sizes = list(sizes)
         self.times_us = list(accumulate(map(float, times_us), max))
-        self._is_padded = is_padded
         self._slope = self._last_slope()
 
     def at(self, size: int) -> float:
@@ -148,7 +140,7 @@ class _Curve:
             return 0.0
         if above == len(sizes):
             return times_us[-1] + (size - sizes[-1]) * self._slope
-        if self._is_padded or above == 0 or sizes[above] == size:
+        if above == 0 or sizes[above] == size:
             return times_us[above]
         share = (size - sizes[above - 1]) / (sizes[above] - sizes[above - 1])
         return times_us[above - 1] + share * (times_us[above] - times_us[above - 1])

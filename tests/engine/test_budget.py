@@ -26,17 +26,15 @@ from deepinfer.costs import CostTable
 LONGEST = 5
 
 tables = st.builds(
-    lambda gaps, times, rows_us, is_padded: CostTable(
+    lambda gaps, times, rows_us: CostTable(
         [sum(gaps[: index + 1]) for index in range(len(gaps))],
         times[: len(gaps)],
         [1, 64],
         rows_us,
-        is_padded=is_padded,
     ),
     st.lists(st.integers(1, 30), min_size=1, max_size=8),
     st.lists(st.floats(1.0, 1e4, allow_nan=False), min_size=8, max_size=8),
     st.tuples(st.floats(0.1, 1e3), st.floats(0.1, 1e3)).map(sorted),
-    st.booleans(),
 )
 
 
@@ -68,7 +66,7 @@ def test_a_budget_is_the_best_of_all(
 
 def test_a_budget_looks_behind_a_jag() -> None:
     """The step to the next size is dear, and then many drafts are free: the first that is no better is not the last."""
-    costs = CostTable([4, 24], [100.0, 130.0], is_padded=True)
+    costs = CostTable([1, 4, 5, 24], [100.0, 100.0, 130.0, 130.0])
     survivals = bytes([250] * 20)
     assert best_budget(survivals[:1], 4, 0, costs, 20) == 0
     assert best_budget(survivals, 4, 0, costs, 20) == 20

@@ -38,14 +38,13 @@ def test_between_two_sizes_times_lie_on_a_line() -> None:
     assert [costs.draft_us(rows) for rows in (1, 2, 3)] == [10, 20, 30]
 
 
-def test_padded_sizes_take_what_the_next_measured_one_takes() -> None:
-    costs = CostTable([2, 6, 10], [100.0, 200.0, 240.0], is_padded=True)
-    assert [costs.forward_us(size) for size in (1, 2, 3, 6, 7, 10)] == [100, 100, 200, 200, 240, 240]
+def test_padded_steps_are_flat_stretches_with_jags_between_them() -> None:
+    costs = CostTable([1, 2, 3, 6, 7, 10], [100.0, 100.0, 200.0, 200.0, 240.0, 240.0])
+    assert [costs.forward_us(size) for size in (1, 2, 3, 5, 6, 7, 9, 10)] == [100, 100, 200, 200, 200, 240, 240, 240]
 
 
-@pytest.mark.parametrize("is_padded", [False, True])
-def test_beyond_the_largest_size_times_rise_as_from_half_of_it_on(is_padded: bool) -> None:
-    costs = CostTable([1, 8, 16, 32], [90.0, 100.0, 100.0, 260.0], is_padded=is_padded)
+def test_beyond_the_largest_size_times_rise_as_from_half_of_it_on() -> None:
+    costs = CostTable([1, 8, 16, 32], [90.0, 100.0, 100.0, 260.0])
     assert costs.forward_us(32) == 260
     assert costs.forward_us(36) == pytest.approx(260 + 4 * 10)
     assert CostTable([4], [100.0]).forward_us(8) == pytest.approx(200), "of one size: as many times its time"
@@ -63,15 +62,14 @@ def test_without_measured_drafts_they_take_no_time() -> None:
 @given(
     st.lists(st.integers(1, 50), min_size=1, max_size=9),
     st.lists(st.floats(0.5, 1e6), min_size=9, max_size=9),
-    st.booleans(),
     st.integers(0, 400),
     st.integers(1, 300),
 )
 def test_a_range_is_its_sizes_one_by_one_and_rises(
-    gaps: list[int], times_us: list[float], is_padded: bool, start: int, count: int
+    gaps: list[int], times_us: list[float], start: int, count: int
 ) -> None:
     sizes = [sum(gaps[: index + 1]) for index in range(len(gaps))]
-    costs = CostTable(sizes, times_us[: len(sizes)], is_padded=is_padded)
+    costs = CostTable(sizes, times_us[: len(sizes)])
     found = costs.forward_range(start, count)
     assert found == [costs.forward_us(size) for size in range(start, start + count)]
     assert all(later >= earlier * (1 - 1e-12) for earlier, later in pairwise(found))
@@ -83,17 +81,16 @@ def test_a_table_comes_from_what_a_worker_measured() -> None:
     costs = CostTable.of(StepCosts(*columns))
     assert costs.forward_us(2) == pytest.approx(10 + 20 / 3)
     assert costs.draft_us(2) == 6
-    assert CostTable.of(StepCosts(*columns), is_padded=True).forward_us(2) == 30
     with pytest.raises(ConfigError, match="forward_us: 1 times for 2 sizes"):
         CostTable.of(StepCosts(columns[0], pack_float32([1.0])))
 
 
 def test_a_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
     costs = CostTable.read(write(tmp_path / "costs.json"), "cpu")
-    assert (costs.forward_us(8), costs.draft_us(8), costs.is_padded) == (1500.5, 700, False)
+    assert (costs.forward_us(8), costs.draft_us(8)) == (1500.5, 700)
     again = tmp_path / "again.json"
     again.write_bytes(msgspec.json.encode(costs.file(accelerator="cpu", device="a device", model="a model")))
-    assert msgspec.json.decode(again.read_bytes()) == FILE | {"is_padded": False}
+    assert msgspec.json.decode(again.read_bytes()) == FILE
     assert CostTable.read(again, "cpu").forward_points == costs.forward_points == [(1, 1000), (8, 1500.5), (64, 9000)]
     assert CostTable.read(again, "cpu").draft_points == [(1, 300), (8, 700)]
 
