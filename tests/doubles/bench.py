@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
+from deepinfer.budget import DraftPolicy, NoDrafts
 from deepinfer.rank import CacheShape
 from deepinfer.request import Request
 from deepinfer.scheduler import Scheduler, SchedulerConfig, Step
@@ -30,16 +32,23 @@ class Bench:
         blocks: int = 256,
         window: int = 0,
         is_exact: bool = True,
+        drafts: Callable[[], DraftPolicy] = NoDrafts,
         **config: Any,
     ) -> None:
-        """With `window`, slots keep a state of their own; without `is_exact` a hit rebuilds it as far as that."""
+        """With `window`, slots keep a state of their own; without `is_exact` a hit rebuilds it as far as that.
+
+        `drafts` makes the policy of a rank.
+        """
         shape = with_window(CacheShape(slots, blocks, 4), window, is_exact=is_exact)
         self.window, self.is_exact = window, is_exact
         self.scheduler = Scheduler(
-            SchedulerConfig(**{"max_batch_tokens": 2048, "prefill_chunk": 512, **config}), [shape] * num_ranks
+            SchedulerConfig(**{"max_batch_tokens": 2048, "prefill_chunk": 512, **config}),
+            [shape] * num_ranks,
+            drafts=[drafts() for _ in range(num_ranks)],
         )
         self.runners = [
-            FakeRunner(fake_config(shape, rank, num_ranks, VOCAB_SIZE, window)) for rank in range(num_ranks)
+            FakeRunner(fake_config(shape, rank, num_ranks, VOCAB_SIZE, window, drafts().longest))
+            for rank in range(num_ranks)
         ]
         self.depth = depth
         self.in_flight: deque[tuple[Step, list[StepResult]]] = deque()

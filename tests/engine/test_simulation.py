@@ -11,12 +11,13 @@ from typing import Final, NamedTuple
 import pytest
 from msgspec.structs import replace
 
+from deepinfer.budget import DraftPolicy, FixedDrafts, NoDrafts, ScheduledDrafts
 from deepinfer.core import CoreConfig, EngineCore
 from deepinfer.rank import CacheShape
 from deepinfer.request import Request
 from deepinfer.scheduler import Scheduler, SchedulerConfig
 from deepinfer.stream import Mailbox, TokenChunk
-from deepinfer_protocol import LogitShaping, SlotSampling, pack_float32, pack_int32
+from deepinfer_protocol import LogitShaping, SlotSampling, StepCosts, pack_float32, pack_int32
 from doubles.clock import VirtualClock
 from doubles.group import SimulatedGroup, with_window
 from doubles.oracle import completion
@@ -36,6 +37,9 @@ class Case(NamedTuple):
     num_ranks: int
     window: int = 0
     """What slots keep for themselves; hits are exact."""
+    longest_draft: int = 0
+    is_scheduled: bool = False
+    """By a table of costs."""
 
 
 AXES = list(
@@ -62,8 +66,11 @@ class Simulation:
             prefill_chunk=case.chunk,
             prefix_cache=case.prefix_cache,
         )
-        self.scheduler = Scheduler(config, [shape] * case.num_ranks)
-        self.group = SimulatedGroup(self.clock, shape, case.num_ranks, seed, VOCAB_SIZE, case.window)
+        policies = [self._policy() for _ in range(case.num_ranks)]
+        self.scheduler = Scheduler(config, [shape] * case.num_ranks, drafts=policies)
+        self.group = SimulatedGroup(
+            self.clock, shape, case.num_ranks, seed, VOCAB_SIZE, case.window, case.longest_draft
+        )
         self.core = EngineCore(self.scheduler, self.group, self.clock, CoreConfig(overlap=case.overlap))
         self.requests: list[Request] = []
         self.chunks: dict[str, list[TokenChunk]] = {}
@@ -75,6 +82,20 @@ class Simulation:
         if self.case.batch == 1:
             return CacheShape(num_slots=1, num_blocks=1024, block_size=self.block_size)
         return CacheShape(num_slots=24, num_blocks=160 // self.block_size, block_size=self.block_size)
+
+    def _policy(self) -> DraftPolicy:
+        """Scheduled: a step takes a little, and then more with every 8 positions."""
+        longest = self.case.longest_draft
+        if not longest:
+            return NoDrafts()
+        if not self.case.is_scheduled:
+            return FixedDrafts(longest)
+        sizes = list(range(8, 512, 8))
+        forward_us = [100.0 + self.random.choice((0.5, 5.0, 50.0)) * size for size in sizes]
+        costs = StepCosts(
+            pack_int32(sizes), pack_float32(sorted(forward_us)), pack_int32([1, 24]), pack_float32([1.0, 40.0])
+        )
+        return ScheduledDrafts(longest, costs)
 
     def request(self, *, priority: int = 0, n: int = 1) -> Request:
         rand = self.random
@@ -233,6 +254,29 @@ def check_bounded(case: Case, seed: int) -> Published:
         assert all(reason in ("stop", "length") for _, reason in outputs)
         simulation.check_prompt_logprobs(request)
     return simulation.check_published()
+
+
+DRAFTED: Final = [
+    case._replace(longest_draft=1 + index % 5, is_scheduled=is_scheduled, window=(0, 0, 2, 5)[index % 4])
+    for index, case in enumerate(AXES)
+    for is_scheduled in (False, True)
+]
+"""512 points."""
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_every_schedule_gives_the_same_tokens_with_drafts(part: int) -> None:
+    num_preempted = sum(check(case, seed=6_000_000 + index) for index, case in enumerate(DRAFTED[part::8]))
+    assert num_preempted > 10, "the preempted cases hardly preempt"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(16))
+def test_every_schedule_gives_the_same_tokens_with_drafts_at_length(part: int) -> None:
+    for index, case in enumerate(DRAFTED[part::16]):
+        for seed in range(40):
+            check(case, seed=7_000_000 + 1000 * index + seed)
 
 
 @pytest.mark.full
