@@ -281,7 +281,7 @@ class Rank:
         return pack_int32(self._most_drafts + [0] * (len(self._rows) - self._num_decodes))
 
     def _drafted_rows(self, rows: list[Sequence]) -> DraftedRows:
-        num_tokens = [flags & RowFlag.SAMPLE for flags in self._flags]
+        num_tokens = [int(flags & RowFlag.SAMPLE) for flags in self._flags]
         most_drafts = self._most_drafts + [0] * (len(rows) - self._num_decodes)
         return DraftedRows(rows, self._num_positions, num_tokens, most_drafts)
 

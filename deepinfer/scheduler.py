@@ -295,17 +295,17 @@ class Scheduler:
         logprobs = _split_logprobs(_repeat(seqs, row_tokens.counts), result) if result.logprobs else None
         survivals, num_drafts, num_sampled = result.survivals, rank_step.plan.num_drafts, 0
         rows = zip(seqs, num_positions, num_least, most_drafts, *row_tokens, strict=True)
-        for seq, positions, least, most, count, num_verified in rows:
-            num_accepted = count - least
+        for seq, positions, least, most, num_tokens, num_verified in rows:
+            num_accepted = num_tokens - least
             seq.num_computed += positions + num_accepted
             seq.num_planned -= most - num_accepted
             seq.num_unsure -= most
-            if not count:
+            if not num_tokens:
                 continue
             first = num_sampled * num_drafts
             num_sampled += 1
             seq.older_survivals, seq.survivals = seq.survivals, survivals[first : first + num_drafts]
-            end = start + count
+            end = start + num_tokens
             if seq.state is not State.FINISHED:  # else it ended while the step was under way: the tokens are surplus
                 if num_verified:
                     seq.request.drafts.add(num_verified, num_accepted)
@@ -475,14 +475,14 @@ def _check_drafted(step_id: int, rank: int, expected: RankStep, result: StepResu
     if sum(num_verified) > budget:
         raise WorkerLost(f"{where}: {sum(num_verified)} drafts were verified, {budget} were planned")
     rows = zip(*drafted, lengths, counts, num_verified, strict=True)
-    for index, (seq, positions, least, most, length, count, verified) in enumerate(rows):
-        wanted = seq.num_computed + positions + count - least
-        if length != wanted or verified > most or not least <= count <= least + verified:
+    for index, (seq, positions, least, most, length, num_tokens, verified) in enumerate(rows):
+        wanted = seq.num_computed + positions + num_tokens - least
+        if length != wanted or verified > most or not least <= num_tokens <= least + verified:
             told = f"length {wanted} expected, {length} came"
             if verified > most:
-                told = f"{most} verified drafts expected at most, {verified} came"
-            elif not least <= count <= least + verified:
-                told = f"tokens {least} to {least + verified} expected, {count} came"
+                told = f"at most {most} verified drafts expected, {verified} came"
+            elif not least <= num_tokens <= least + verified:
+                told = f"{least} to {least + verified} tokens expected, {num_tokens} came"
             raise WorkerLost(f"{where}, row {index}: the worker's state has drifted: {told}")
     num_sampled = sum(drafted.num_tokens)
     if len(result.survivals) != num_sampled * expected.plan.num_drafts:

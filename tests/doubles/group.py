@@ -99,8 +99,7 @@ class SimulatedGroup:
         self._clock = clock
         self._random = random.Random(seed)
         self.runners = [
-            FakeRunner(fake_config(shape, rank, num_ranks, vocab_size, window, num_drafts))
-            for rank in range(num_ranks)
+            FakeRunner(fake_config(shape, rank, num_ranks, vocab_size, window, num_drafts)) for rank in range(num_ranks)
         ]
         self._guards = [FenceGuard(shape.block_size) for _ in range(num_ranks)]
         self._free_s = [0.0] * num_ranks

@@ -353,9 +353,7 @@ class FakeRunner:
         if position >= len(state.blocks) * size:
             raise ProtocolError(f"a draft at position {position}, {len(state.blocks)} blocks")
         prefix_hash = _mix(prefix_hash, state.value_at(position))
-        self.kv.write(
-            state.blocks[position // size], position % size, (state.tokens[position], position), prefix_hash
-        )
+        self.kv.write(state.blocks[position // size], position % size, (state.tokens[position], position), prefix_hash)
         state.length += 1
         return prefix_hash
 

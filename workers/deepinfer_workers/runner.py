@@ -32,9 +32,6 @@ class StepOutput(NamedTuple):
     prompt_logprob_ids: bytes = b""
     prompt_logprobs: bytes = b""
     prompt_logprob_ranks: bytes = b""
-    num_verified: bytes = b""
-    survivals: bytes = b""
-    predicted: bytes = b""
 
 
 class PendingStep(Protocol):
