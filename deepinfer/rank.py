@@ -84,6 +84,7 @@ class _Columns(NamedTuple):
 
 _NO_COLUMNS: Final = _Columns([], b"", b"", b"")
 _NO_DRAFTS: Final = DraftPlan(0, 0)
+_SAMPLE: Final = int(RowFlag.SAMPLE)  # for every row of every step: the flag's own arithmetic is slow
 
 
 class Rank:
@@ -183,12 +184,11 @@ class Rank:
         self._num_reserved = min(sum(self._most_drafts), self.budget // 2)
         self.budget -= self._num_reserved
         self._num_positions = [1] * len(rows)
-        self._flags = [int(RowFlag.SAMPLE)] * len(rows)
+        self._flags = [_SAMPLE] * len(rows)
 
     def plan_drafts(self) -> None:
         """How many drafts the step verifies in the positions that nothing else has taken, and how many it makes."""
-        sampled = [seq for seq, flags in zip(self._rows, self._flags, strict=True) if flags & RowFlag.SAMPLE]
-        if not self._drafts.longest or not sampled:
+        if not self._drafts.longest or _SAMPLE not in self._flags:
             return
         num_other = sum(self._num_positions) - self._num_decodes
         room = self.budget + self._num_reserved
@@ -196,11 +196,14 @@ class Rank:
         budget = min(plan.verify_budget, sum(self._most_drafts), room)
         self._draft_plan = DraftPlan(budget, min(plan.num_drafts, self._drafts.longest))
         self._most_drafts = [min(most, budget) for most in self._most_drafts]
+        num_drafts = self._draft_plan.num_drafts
         for seq, most in zip(self._rows, self._most_drafts, strict=False):
             seq.num_planned += most
             seq.num_unsure += most
-        for seq in sampled:
-            seq.num_drafts = self._draft_plan.num_drafts
+            seq.num_drafts = num_drafts
+        for seq, flags in zip(self._rows[self._num_decodes :], self._flags[self._num_decodes :], strict=True):
+            if flags:
+                seq.num_drafts = num_drafts
 
     def plan_prefills(self, step_id: int, chunk: int) -> None:
         """Chunks of the prompts that are under way, in order, at most `chunk` positions each."""
@@ -221,7 +224,7 @@ class Rank:
         is_complete = seq.num_planned == len(seq.tokens)
         self._rows.append(seq)
         self._num_positions.append(num_positions)
-        self._flags.append(int(RowFlag.SAMPLE) if is_complete else 0)
+        self._flags.append(_SAMPLE if is_complete else 0)
         if is_complete:
             seq.move(State.DECODE)
             del self.prefill[seq]
@@ -266,7 +269,7 @@ class Rank:
             drafted = None
         prefills = zip(rows[self._num_decodes :], self._flags[self._num_decodes :], strict=True)
         # By the flag, not by the state: admission may have preempted a row since it was planned.
-        sampled = [seq for seq, flags in prefills if flags & RowFlag.SAMPLE]
+        sampled = [seq for seq, flags in prefills if flags & _SAMPLE]
         self._retired, self._admits, self._appends = [], [], []
         self._num_admitted_bytes = 0
         for seq in rows[self._num_decodes :]:
@@ -281,7 +284,7 @@ class Rank:
         return pack_int32(self._most_drafts + [0] * (len(self._rows) - self._num_decodes))
 
     def _drafted_rows(self, rows: list[Sequence]) -> DraftedRows:
-        num_tokens = [int(flags & RowFlag.SAMPLE) for flags in self._flags]
+        num_tokens = [flags & _SAMPLE for flags in self._flags]
         most_drafts = self._most_drafts + [0] * (len(rows) - self._num_decodes)
         return DraftedRows(rows, self._num_positions, num_tokens, most_drafts)
 
@@ -290,7 +293,7 @@ class Rank:
         all_decode = self._num_decodes == len(rows)
         if rows and all_decode and rows == self._columns.rows:
             return self._columns
-        num_tokens = [1 if flags & RowFlag.SAMPLE else 0 for flags in self._flags]
+        num_tokens = [1 if flags & _SAMPLE else 0 for flags in self._flags]
         columns = _Columns(
             rows,
             pack_int32([seq.slot for seq in rows] + [seq.generation for seq in rows]),

@@ -250,8 +250,8 @@ class Sequence:
         what is accepted would no longer be distributed as the target says. With a row in flight the newest that came
         is of drafts before them; without, it is of them. What is not known counts as certain.
         """
-        known = self.survivals if self.num_pending else self.older_survivals
-        return known[:num_drafts].ljust(num_drafts, b"\xff")
+        known = self.survivals if self.num_planned >= len(self.tokens) else self.older_survivals
+        return known if len(known) == num_drafts else known[:num_drafts].ljust(num_drafts, b"\xff")
 
     def forget_slot(self) -> None:
         """Nothing is computed, planned or drafted any more."""
