@@ -10,7 +10,7 @@ from typing import Any
 from deepinfer.budget import DraftPolicy, NoDrafts
 from deepinfer.rank import CacheShape
 from deepinfer.request import Request
-from deepinfer.scheduler import Scheduler, SchedulerConfig, Step
+from deepinfer.scheduler import Emission, Scheduler, SchedulerConfig, Step
 from deepinfer_protocol import SlotSampling, StepResult
 from deepinfer_workers.fake import FakeRunner
 from doubles.group import fake_config, no_masks, with_window
@@ -54,6 +54,7 @@ class Bench:
         self.in_flight: deque[tuple[Step, list[StepResult]]] = deque()
         self.now = 0.0
         self.requests: list[Request] = []
+        self.emissions: list[Emission] = []
 
     def add(
         self,
@@ -62,6 +63,7 @@ class Bench:
         *,
         n: int = 1,
         sampling: SlotSampling | None = None,
+        stop_ids: frozenset[int] = frozenset(),
         **options: Any,
     ) -> Request:
         request = Request(
@@ -71,7 +73,7 @@ class Bench:
             if n > 1
             else [sampling or SlotSampling()],
             max_length=len(prompt) + num_new,
-            stop_ids=frozenset(),
+            stop_ids=stop_ids,
             arrival_s=self.now,
             **options,
         )
@@ -93,7 +95,7 @@ class Bench:
         for _ in range(count):
             self.send()
             if self.in_flight:
-                self.scheduler.apply(*self.in_flight.popleft(), self.now)
+                self.emissions += self.scheduler.apply(*self.in_flight.popleft(), self.now)
             self.now += 1.0
             self.scheduler.check_integrity()
 
@@ -117,7 +119,7 @@ class Bench:
                     request.prompt,
                     request.sampling[seq.sample_index],
                     request.max_length,
-                    frozenset(),
+                    request.stop_ids,
                     VOCAB_SIZE,
                     self.window,
                 )
