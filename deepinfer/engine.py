@@ -24,6 +24,7 @@ from deepinfer.catalog import resolve
 from deepinfer.chat import chat_options
 from deepinfer.config import EngineConfig, resolve_config
 from deepinfer.core import CoreConfig, CoreStats, EngineCore
+from deepinfer.costs import CostTable
 from deepinfer.deepseek_chat import deepseek_family
 from deepinfer.errors import ConfigError, DeepInferError, EngineClosed, ForkedEngine, InvalidRequest, WrongLoop
 from deepinfer.fit import check_fit
@@ -500,7 +501,7 @@ def _draft_policy(ready: Ready) -> DraftPolicy:
         return NoDrafts()
     if ready.costs is None:
         return FixedDrafts(ready.num_drafts)
-    return ScheduledDrafts(ready.num_drafts, ready.costs)
+    return ScheduledDrafts(ready.num_drafts, CostTable.of(ready.costs))
 
 
 def _scheduler_config(config: EngineConfig) -> SchedulerConfig:

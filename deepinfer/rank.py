@@ -54,6 +54,8 @@ class DraftedRows(NamedTuple):
     """1 where a row is sampled, and the tokens are one more for each draft that is accepted; else 0."""
     most_drafts: list[int]
     """How many drafts may be verified."""
+    num_decodes: int
+    """Rows that decode; they come first."""
 
 
 class RankStep(Struct):
@@ -286,7 +288,7 @@ class Rank:
     def _drafted_rows(self, rows: list[Sequence]) -> DraftedRows:
         num_tokens = [flags & _SAMPLE for flags in self._flags]
         most_drafts = self._most_drafts + [0] * (len(rows) - self._num_decodes)
-        return DraftedRows(rows, self._num_positions, num_tokens, most_drafts)
+        return DraftedRows(rows, self._num_positions, num_tokens, most_drafts, self._num_decodes)
 
     def _columns_of(self, rows: list[Sequence]) -> _Columns:
         """Columns that stay as they are while the same sequences decode, step after step."""

@@ -253,6 +253,12 @@ class Sequence:
         known = self.survivals if self.num_planned >= len(self.tokens) else self.older_survivals
         return known if len(known) == num_drafts else known[:num_drafts].ljust(num_drafts, b"\xff")
 
+    def settle(self, num_positions: int, most_drafts: int, num_accepted: int) -> None:
+        """A row of so many positions, behind which so many drafts might have been verified, has been computed."""
+        self.num_computed += num_positions + num_accepted
+        self.num_planned -= most_drafts - num_accepted
+        self.num_unsure -= most_drafts
+
     def forget_slot(self) -> None:
         """Nothing is computed, planned or drafted any more."""
         self.num_planned = self.num_unsure = self.num_computed = self.num_published = self.num_drafts = 0

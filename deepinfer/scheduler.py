@@ -11,6 +11,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Sequence_
 from itertools import count
 from math import inf
+from operator import sub
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -289,33 +290,31 @@ class Scheduler:
         now: float,
     ) -> None:
         """As many tokens for each row as its result has; only now is it known how many positions it has computed."""
-        assert rank_step.drafted is not None
-        seqs, num_positions, num_least, most_drafts = rank_step.drafted
+        drafted = rank_step.drafted
+        assert drafted is not None
+        counts, num_verified = row_tokens
+        num_accepted = list(map(sub, counts, drafted.num_tokens))
         tokens, start = unpack_int32(result.tokens), 0
-        logprobs = _split_logprobs(_repeat(seqs, row_tokens.counts), result) if result.logprobs else None
-        survivals, num_drafts, num_sampled = result.survivals, rank_step.plan.num_drafts, 0
-        rows = zip(seqs, num_positions, num_least, most_drafts, *row_tokens, strict=True)
-        for seq, positions, least, most, num_tokens, num_verified in rows:
-            num_accepted = num_tokens - least
-            seq.num_computed += positions + num_accepted
-            seq.num_planned -= most - num_accepted
-            seq.num_unsure -= most
+        logprobs = _split_logprobs(_repeat(drafted.seqs, counts), result) if result.logprobs else None
+        survivals, num_drafts, first = result.survivals, rank_step.plan.num_drafts, 0
+        columns = drafted.seqs, drafted.num_positions, drafted.most_drafts, counts, num_verified, num_accepted
+        for index, (seq, positions, most, num_tokens, verified, accepted) in enumerate(zip(*columns, strict=True)):
+            seq.settle(positions, most, accepted)
             if not num_tokens:
                 continue
-            first = num_sampled * num_drafts
-            num_sampled += 1
             seq.older_survivals, seq.survivals = seq.survivals, survivals[first : first + num_drafts]
+            first += num_drafts
             end = start + num_tokens
             if seq.state is not State.FINISHED:  # else it ended while the step was under way: the tokens are surplus
-                if num_verified:
-                    seq.request.drafts.add(num_verified, num_accepted)
-                    self.drafts.add(num_verified, num_accepted)
-                self._take_tokens(
-                    rank, seq, tokens[start:end], logprobs[start:end] if logprobs else None, emissions, now
-                )
+                if index < drafted.num_decodes:
+                    seq.request.drafts.add(verified, accepted)
+                    self.drafts.add(verified, accepted)
+                known = logprobs[start:end] if logprobs else None
+                self._take_tokens(rank, seq, tokens[start:end], known, emissions, now)
             start = end
         if result.predicted:
-            self.drafts.add_predicted(unpack_float32(result.predicted))
+            rows = zip(num_verified, num_accepted, strict=True)
+            self.drafts.add_predicted(unpack_float32(result.predicted), rows)
 
     def _take_tokens(
         self,
@@ -474,7 +473,7 @@ def _check_drafted(step_id: int, rank: int, expected: RankStep, result: StepResu
         raise WorkerLost(f"{where}: drafts of {len(num_verified)} rows were verified, {num_rows} were planned")
     if sum(num_verified) > budget:
         raise WorkerLost(f"{where}: {sum(num_verified)} drafts were verified, {budget} were planned")
-    rows = zip(*drafted, lengths, counts, num_verified, strict=True)
+    rows = zip(*drafted[:4], lengths, counts, num_verified, strict=True)
     for index, (seq, positions, least, most, length, num_tokens, verified) in enumerate(rows):
         wanted = seq.num_computed + positions + num_tokens - least
         if length != wanted or verified > most or not least <= num_tokens <= least + verified:

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from deepinfer.budget import DraftPolicy, FixedDrafts, NoDrafts, ScheduledDrafts
 from deepinfer.core import CoreConfig, EngineCore
+from deepinfer.costs import CostTable
 from deepinfer.rank import CacheShape
 from deepinfer.request import Request
 from deepinfer.scheduler import Scheduler, SchedulerConfig
@@ -95,7 +96,7 @@ class Simulation:
         costs = StepCosts(
             pack_int32(sizes), pack_float32(sorted(forward_us)), pack_int32([1, 24]), pack_float32([1.0, 40.0])
         )
-        return ScheduledDrafts(longest, costs)
+        return ScheduledDrafts(longest, CostTable.of(costs))
 
     def request(self, *, priority: int = 0, n: int = 1) -> Request:
         rand = self.random
