@@ -32,6 +32,10 @@ class StepOutput(NamedTuple):
     prompt_logprob_ids: bytes = b""
     prompt_logprobs: bytes = b""
     prompt_logprob_ranks: bytes = b""
+    num_verified: bytes = b""
+    survivals: bytes = b""
+    predicted: bytes = b""
+    draft_us: int = 0
 
 
 class PendingStep(Protocol):
