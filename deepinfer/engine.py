@@ -19,10 +19,12 @@ from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
 from deepinfer.admission import SEED_BITS, ModelLimits, check_request_id
+from deepinfer.budget import DraftPolicy, FixedDrafts, NoDrafts, ScheduledDrafts
 from deepinfer.catalog import resolve
 from deepinfer.chat import chat_options
 from deepinfer.config import EngineConfig, resolve_config
 from deepinfer.core import CoreConfig, CoreStats, EngineCore
+from deepinfer.costs import CostTable
 from deepinfer.deepseek_chat import deepseek_family
 from deepinfer.errors import ConfigError, DeepInferError, EngineClosed, ForkedEngine, InvalidRequest, WrongLoop
 from deepinfer.fit import check_fit
@@ -168,7 +170,8 @@ class Engine:
         self._limits = _limits(ready, self._text)
         self._cache = CacheSizes(ready[0].global_bytes_per_token, ready[0].block_bytes, ready[0].slot_bytes)
         shapes = [_shape(rank, config) for rank in ready]
-        scheduler = Scheduler(_scheduler_config(config), shapes, epoch=self._group.epoch)
+        drafts = [_draft_policy(rank) for rank in ready]
+        scheduler = Scheduler(_scheduler_config(config), shapes, epoch=self._group.epoch, drafts=drafts)
         self._core = EngineCore(scheduler, self._group.link, self._home.loop, _core_config(config), self._observers)
         self._core.on_failure = self._group.supervisor.kill
         next_seed = None if config.seed < 0 else partial(random.Random(config.seed).getrandbits, SEED_BITS)
@@ -490,6 +493,15 @@ def _shape(ready: Ready, config: EngineConfig) -> CacheShape:
         replay_tokens=ready.bounded_replay_tokens if is_bounded else ready.exact_replay_tokens,
         is_replay_bounded=is_bounded,
     )
+
+
+def _draft_policy(ready: Ready) -> DraftPolicy:
+    """By what steps cost, where that was measured."""
+    if not ready.num_drafts:
+        return NoDrafts()
+    if ready.costs is None:
+        return FixedDrafts(ready.num_drafts)
+    return ScheduledDrafts(ready.num_drafts, CostTable.of(ready.costs))
 
 
 def _scheduler_config(config: EngineConfig) -> SchedulerConfig:
