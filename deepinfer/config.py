@@ -110,7 +110,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     ] = False
     cost_table: Annotated[
         str,
-        Meta(description="What steps cost, a file of `deepinfer costs`, for scheduled drafts; empty: measured at start."),
+        Meta(
+            description="What steps cost, a file of `deepinfer costs`, for scheduled drafts; empty: measured at start."
+        ),
     ] = ""
     max_queued_requests: Annotated[int, Positive, Meta(description="Requests that wait before one is refused.")] = 4096
     max_queued_tokens: Annotated[
