@@ -178,7 +178,9 @@ class ModelRunner:
             lengths=lengths,
             tokens=verdict.tokens,
             is_nan=logits.amax(-1).isnan(),
-            logprobs=self._sampling.logprobs(logits, verdict.tokens, _repeat_slots(rows)),
+            logprobs=self._sampling.logprobs(
+                logits, verdict.tokens, rows.slots if of_drafts is None else _repeat_slots(rows)
+            ),
             prompt_logprobs=None if wanted is None else self._prompt_logprobs(hidden, wanted),
             num_tokens=None if of_drafts is None else verdict.num_tokens,
             predicted=predicted,

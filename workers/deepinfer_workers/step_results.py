@@ -74,14 +74,18 @@ class StepResults:
             raise WorkerFault(
                 "internal", f"step {batch.step_id}: the logits of slot {slot} are NaN, as of broken weights"
             )
-        is_taken = self._is_taken()
+        tokens, logprobs = self.tokens.numpy(), self.logprobs
         num_tokens = np.zeros_like(batch.slots)
-        num_tokens[batch.sampled] = 1 if self.num_tokens is None else self.num_tokens.numpy()
+        num_tokens[batch.sampled] = 1
+        if self.num_tokens is not None:
+            num_tokens[batch.sampled] = self.num_tokens.numpy()
+            is_taken = self._is_taken(self.num_tokens.numpy())
+            tokens, logprobs = tokens[is_taken], None if logprobs is None else logprobs.only(is_taken)
         columns = np.concatenate((batch.slots, batch.generations, self.lengths.numpy(), num_tokens))
         return StepOutput(
             columns.astype(_INT32).tobytes(),
-            self.tokens.numpy()[is_taken].astype(_INT32).tobytes(),
-            *_columns(None if self.logprobs is None else self.logprobs.only(is_taken)),
+            tokens.astype(_INT32).tobytes(),
+            *_columns(logprobs),
             *_columns(self.prompt_logprobs),
             *self._draft_columns(),
             draft_us=0 if self.drafted is None else self.drafted.host_us,
@@ -91,10 +95,13 @@ class StepResults:
         """`num_verified`, `survivals` and `predicted`."""
         batch, drafted = self.batch, self.drafted
         assert batch is not None
-        num_verified = np.zeros_like(batch.slots) if batch.num_verified is None else batch.num_verified
+        num_verified = b""
+        if batch.verify_budget:
+            counts = np.zeros_like(batch.slots) if batch.num_verified is None else batch.num_verified
+            num_verified = counts.astype(_INT32).tobytes()
         survivals = b"" if drafted is None else (255 * drafted.survivals.numpy()).round().astype(np.uint8).tobytes()
         return (
-            num_verified.astype(_INT32).tobytes() if batch.verify_budget else b"",
+            num_verified,
             survivals,
             b"" if self.predicted is None else self.predicted.numpy().astype("<f4").tobytes(),
         )
@@ -106,13 +113,11 @@ class StepResults:
         every = np.arange(len(batch.sampled))
         return every if batch.num_verified is None else np.repeat(every, batch.num_verified[batch.sampled] + 1)
 
-    def _is_taken(self) -> npt.NDArray[np.bool_]:
+    def _is_taken(self, num_tokens: Ints) -> npt.NDArray[np.bool_]:
         """[P]"""
-        if self.num_tokens is None:
-            return np.ones(len(self.tokens), np.bool_)
         owners = self._owners()
         firsts = np.searchsorted(owners, owners)
-        return np.arange(len(owners)) - firsts < self.num_tokens.numpy()[owners]
+        return np.asarray(np.arange(len(owners)) - firsts < num_tokens[owners])
 
     def _tensors(self) -> list[Tensor]:
         """All that go to the host, in the order of `_after`."""
