@@ -100,8 +100,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         Meta(
             ge=-1,
             le=MAX_DRAFTS,
-            description="Longest draft of a model with draft stages, which the next step verifies; 0: none, -1: as long "
-            "as the model's block. The tokens of a request with a seq_seed, or greedy, are the same.",
+            description="Longest draft of a model with draft stages, verified by the step behind it; 0: none, -1: as "
+            "long as the model's block. The tokens of a request with a seq_seed, or greedy, are the same.",
         ),
     ] = -1
     scheduled_drafts: Annotated[
@@ -110,9 +110,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     ] = False
     cost_table: Annotated[
         str,
-        Meta(
-            description="What steps cost, a file of `deepinfer costs`, for scheduled drafts; empty: measured at start."
-        ),
+        Meta(description="For scheduled drafts: what steps cost, by `deepinfer costs`; empty: measured at start."),
     ] = ""
     max_queued_requests: Annotated[int, Positive, Meta(description="Requests that wait before one is refused.")] = 4096
     max_queued_tokens: Annotated[

@@ -346,6 +346,7 @@ class EngineCore:
                     )
                 mailbox.num_cached_tokens = seq.request.num_cached_tokens
                 mailbox.num_preemptions = seq.request.num_preemptions
+                mailbox.drafts = seq.request.drafts
             logprob = None if logprobs is None else readable(logprobs)
             add((mailbox, (seq.sample_index, token, text, logprob, reason)))
             mailbox.num_pushed += 1

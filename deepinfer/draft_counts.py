@@ -42,13 +42,13 @@ class DraftCounts(Struct):
 
     def add(self, num_verified: int, num_accepted: int) -> None:
         """One row of one step."""
-        self._add(num_verified, num_accepted, 1)
+        if num_verified >= len(self.outcomes):
+            self._widen(num_verified)
+        self.outcomes[num_verified][num_accepted] += 1
 
-    def _add(self, num_verified: int, num_accepted: int, times: int) -> None:
-        outcomes = self.outcomes
-        while len(outcomes) <= num_verified:
-            outcomes.append([0] * (len(outcomes) + 1))
-        outcomes[num_verified][num_accepted] += times
+    def _widen(self, num_verified: int) -> None:
+        while len(self.outcomes) <= num_verified:
+            self.outcomes.append([0] * (len(self.outcomes) + 1))
 
     def add_predicted(self, predicted: Sequence[float], rows: Iterable[tuple[int, int]]) -> None:
         """What a step foresaw of the drafts that it verified, by place, summed over `rows`, and what became of them.
@@ -67,9 +67,9 @@ class DraftCounts(Struct):
 
     def merge(self, other: DraftCounts) -> None:
         """Add what `other` has counted."""
-        for num_verified, row in enumerate(other.outcomes):
-            for num_accepted, times in enumerate(row):
-                self._add(num_verified, num_accepted, times)
+        self._widen(len(other.outcomes) - 1)
+        for ours, theirs in zip(self.outcomes, other.outcomes, strict=False):
+            ours[:] = _sums(ours, theirs)
         self.predicted = _sums(self.predicted, other.predicted)
         self.num_predicted = _sums(self.num_predicted, other.num_predicted)
         self.num_reached = _sums(self.num_reached, other.num_reached)
