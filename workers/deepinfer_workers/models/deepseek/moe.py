@@ -70,6 +70,21 @@ class ExpertCache:
         return most if most >= config.num_layers * min(config.experts_per_token, len(own)) else 0
 
 
+class Routing(NamedTuple):
+    """How a layer shares out its tokens."""
+
+    experts_per_token: int
+    own: range
+    """The experts of this rank."""
+    is_hashed: bool = False
+    """V4: by token id."""
+
+    @classmethod
+    def of_layer(cls, weights: DeepseekWeights, layer: int) -> Routing:
+        config = weights.config
+        return cls(config.experts_per_token, weights.tensors.experts, layer < config.num_hash_layers)
+
+
 def read_expert(weights: DeepseekWeights, name: str) -> ExpertWeights:
     return ExpertWeights(*(weights.linear(f"{name}.{part}") for part in ("w1", "w3", "w2")))
 
@@ -77,12 +92,13 @@ def read_expert(weights: DeepseekWeights, name: str) -> ExpertWeights:
 class Gate:
     """Which experts a token goes to, and with what weight."""
 
-    def __init__(self, weights: DeepseekWeights, name: str, layer: int) -> None:
+    def __init__(self, weights: DeepseekWeights, name: str, routing: Routing) -> None:
         config = weights.config
         self._config = config
+        self._num_chosen = routing.experts_per_token
         self._scores = weights.plain_linear(f"{name}.weight")  # [E, C]
         self._table: Tensor | None = None
-        if layer < config.num_hash_layers:
+        if routing.is_hashed:
             self._table = _expert_table(weights, f"{name}.tid2eid")  # [V, k]
         else:
             self._bias = weights.plain(f"{name}.bias")  # [E]
@@ -94,11 +110,11 @@ class Gate:
         scores = _softplus(self._scores(x)).sqrt()  # [T, E]
         if self._table is None:
             biased = scores + self._bias_of(tokens)
-            experts = biased.sort(dim=-1, descending=True, stable=True).indices[:, : config.experts_per_token]
+            experts = biased.sort(dim=-1, descending=True, stable=True).indices[:, : self._num_chosen]
         else:
             experts = self._table.index_select(0, tokens)
         chosen = scores.gather(1, experts)
-        if config.experts_per_token > 1 or config.family == "v4":  # V4.1 leaves the weight of a single expert
+        if self._num_chosen > 1 or config.family == "v4":  # V4.1 leaves the weight of a single expert
             chosen = chosen / (chosen.sum(-1, keepdim=True) + _LEAST_SUM)
         return experts, chosen * config.route_scale
 
@@ -117,14 +133,14 @@ class MoE:
     count the shared expert once a rank.
     """
 
-    def __init__(self, weights: DeepseekWeights, name: str, layer: int, experts: ExpertCache) -> None:
+    def __init__(self, weights: DeepseekWeights, name: str, experts: ExpertCache, routing: Routing) -> None:
         config = weights.config
         self._name = name
         self._limit = config.swiglu_limit
-        self._gate = Gate(weights, f"{name}.gate", layer)
+        self._gate = Gate(weights, f"{name}.gate", routing)
         self._shared = read_expert(weights, f"{name}.shared_experts")
         self._experts = experts
-        self._own = weights.tensors.experts
+        self._own = routing.own
 
     def __call__(self, x: Tensor, tokens: Tensor) -> Tensor:
         """`x` [T, C]: [T, C], the shared expert added last."""
