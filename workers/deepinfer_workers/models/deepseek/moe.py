@@ -67,7 +67,11 @@ class ExpertCache:
             free = free_bytes(ops.device)
             most_bytes = DEFAULT_BYTES if free is None else free // 2 // self._num_workers
         most = most_bytes // (3 * config.hidden_size * config.expert_width * ops.dtype.itemsize)
-        return most if most >= config.num_layers * min(config.experts_per_token, len(own)) else 0
+        least = config.num_layers * min(config.experts_per_token, len(own))
+        if config.dspark is not None:
+            drafting = self._weights.tensors.draft_experts
+            least += config.num_stages * min(config.dspark.experts_per_token, len(drafting))
+        return most if most >= least else 0
 
 
 class Routing(NamedTuple):
