@@ -162,13 +162,13 @@ def test_truncation_keeps_the_context_that_a_prompt_ends_with(folders: dict[str,
     compact.close()
 
 
-def test_taps_in_another_order_draft_something_else(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_taps_in_another_order_draft_something_else(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = tokens_of(30, seed=77)
-    expected = drafted_at_once(Sequences(folders["v4.1"], DRAFTING), tokens, anchor=8)
+    sequences = Sequences(folders["v4.1"], DRAFTING)
+    expected = drafted_at_once(sequences, tokens, anchor=8)
     monkeypatch.setattr(model_module.Taps, "values", lambda taps: torch.cat(taps._taken[::-1], 1))
-    assert not drafted_at_once(Sequences(folders["v4.1"], DRAFTING), tokens, anchor=8).equals(expected)
+    assert not drafted_at_once(sequences, tokens, anchor=8).equals(expected)
+    sequences.close()
 
 
 @pytest.mark.parametrize("config", [tiny_v41, tiny_v4])
@@ -198,7 +198,7 @@ def test_longer_drafts_than_the_block_are_refused(folders: dict[str, Path]) -> N
 
 def test_drafts_without_stages_are_refused(tmp_path: Path) -> None:
     ratios = [0, 0, 2, 2, 2, 1, 1, 1, 1, 1]
-    write_model(tiny_v41(num_nextn_predict_layers=0, compress_ratios=ratios), tmp_path)
+    write_model(tiny_v41(vocab_size=VOCAB, num_nextn_predict_layers=0, compress_ratios=ratios), tmp_path)
     words = r"num_drafts: the checkpoint has no DSpark stages \(num_nextn_predict_layers is 0\)"
     with pytest.raises(WorkerFault, match=words):
         load(tmp_path, DRAFTING._replace(num_drafts=1))
