@@ -58,7 +58,9 @@ def simulate(
         plan = policy.plan(
             [(older[row] or b"\xff" * longest)[:longest] for row in able], num_rows, 0, num_rows * longest
         )
-        lengths = verify_lengths([None if block is None else block.survivals[:longest] for block in now], plan.verify_budget)
+        lengths = verify_lengths(
+            [None if block is None else block.survivals[:longest] for block in now], plan.verify_budget
+        )
         for block, length in zip(now, lengths, strict=True):
             num_tokens += 1 if block is None else 1 + min(block.num_accepted, length)
         num_verified += sum(lengths)

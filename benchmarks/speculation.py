@@ -37,7 +37,18 @@ from deepinfer_protocol import split_columns, unpack_int32
 LONGEST: Final = 5
 FORMS: Final = ("match", "reject")
 TEMPERATURE: Final = 0.7
-TOPICS: Final = ("the sea", "a lost dog", "bread", "the moon", "old books", "a garden", "music", "winter", "a train", "tea")
+TOPICS: Final = (
+    "the sea",
+    "a lost dog",
+    "bread",
+    "the moon",
+    "old books",
+    "a garden",
+    "music",
+    "winter",
+    "a train",
+    "tea",
+)
 ASKED: Final = (
     "Tell me a short story about {}.", "Explain {} to a child.", "Write a letter about {}.",
     "Give me three tips about {}.", "What do you think of {}?", "Describe {} in a few sentences.",

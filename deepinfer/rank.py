@@ -152,10 +152,6 @@ class Rank:
         """Who gives way first: a sequence that nobody reads, else the last in order."""
         return max(self.running(), key=lambda seq: (seq.request.is_paused, seq.request.order), default=None)
 
-    @property
-    def longest_draft(self) -> int:
-        return self._drafts.longest
-
     # ---- one plan
 
     def begin(self, budget: int) -> None:

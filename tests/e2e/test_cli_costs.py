@@ -37,7 +37,7 @@ async def test_an_engine_starts_with_the_file_that_the_command_wrote(tmp_path: P
     async with Engine("fake", **settings) as engine:
         assert isinstance(engine.costs, CostTable) and engine.costs.forward_points[0][0] == file.positions[0]
         done = await engine.generate([1, 2, 3], SamplingParams(max_tokens=30, temperature=0.0))
-        assert done.drafts.num_verified and done.drafts.num_tokens >= 29
+        assert done.num_generated_tokens == 30 and done.drafts.num_tokens >= 29
     with pytest.raises(ConfigError, match="accelerator: measured on 'cpu', this is 'nvidia'"):
         CostTable.read(path, "nvidia")
 

@@ -35,15 +35,24 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         how = "scheduled" if self.is_scheduled else "fixed"
-        return f"{how}{self.num_drafts}-{'overlap' if self.overlap else 'one'}-{'alone' if self.is_alone else 'together'}"
+        return (
+            f"{how}{self.num_drafts}-{'overlap' if self.overlap else 'one'}-{'alone' if self.is_alone else 'together'}"
+        )
 
     @property
     def settings(self) -> dict[str, Any]:
         return {"num_drafts": self.num_drafts, "scheduled_drafts": self.is_scheduled, "overlap": self.overlap}
 
 
-EVERY: Final = [Case(*case) for case in itertools.product(range(LONGEST + 1), *[(False, True)] * 3)]
-EXACT: Final[dict[str, Any]] = {"num_threads": 1, "max_num_seqs": TOGETHER, "max_model_len": 512, "prefix_hits": "exact"}
+EVERY: Final = [
+    Case(longest, *flags) for longest in range(LONGEST + 1) for flags in itertools.product((False, True), repeat=3)
+]
+EXACT: Final[dict[str, Any]] = {
+    "num_threads": 1,
+    "max_num_seqs": TOGETHER,
+    "max_model_len": 512,
+    "prefix_hits": "exact",
+}
 
 
 class Asked(NamedTuple):
