@@ -19,7 +19,6 @@ import asyncio
 import json
 import platform
 import random
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
@@ -274,4 +273,4 @@ def _numbers(text: str) -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -220,7 +220,7 @@ def _follow_the_wrong_row(
     return num_accepted, torch.where(num_accepted == counts, (p[:, 0].log() + gumbel).argmax(-1), last)
 
 
-WRONG: Final = {
+WRONG: Final[dict[str, dict[str, Any]]] = {
     "accepts too much": {"reject": _accept_too_much},
     "forgets what was drawn": {"reject": _forget_what_was_drawn},
     "follows the wrong row": {"reject": _follow_the_wrong_row},
@@ -267,7 +267,8 @@ def peeking(tables: Counterexample) -> Lengths:
     def lengths(state: DraftState, slots: Ints, most: Ints) -> Ints:
         found = state.survivals(slots).numpy()
         expected = np.stack((np.ones(len(slots)), 1 + found[:, 0], 1 + found.sum(-1)))
-        return (expected * np.array(tables.rates)[:, None]).argmax(0).astype(np.int64)
+        best: Ints = (expected * np.array(tables.rates)[:, None]).argmax(0).astype(np.int64)
+        return best
 
     return lengths
 
@@ -294,7 +295,7 @@ def by_older_ones(tables: Counterexample) -> Lengths:
 @pytest.mark.parametrize("is_peeking", [True, False])
 def test_a_scheduler_may_not_look_at_what_it_is_about_to_verify(is_peeking: bool) -> None:
     tables = Counterexample()
-    params = {"temperature": 1.0}
+    params: dict[str, Any] = {"temperature": 1.0}
     parts = []
     with wide():
         for start in range(0, NUM_SAMPLES, AT_ONCE):
