@@ -184,6 +184,7 @@ def admit(
         num_prompt=num_prompt,
         min_p=float(params.min_p),
         shaping=_shaping(params, bad_words, stop_ids, limits.vocab_size),
+        rejects=params.temperature > 0 and params.seq_seed is None,  # with a seed the tokens are those without drafts
     )
     samplings = [replace(sampling, seed=seed) for seed in _sample_seeds(params)]
     if params.prompt_logprobs is not None:  # the samples have one prompt: the first computes it

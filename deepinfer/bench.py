@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from deepinfer.config import EngineConfig
+from deepinfer.draft_counts import DraftCounts
 from deepinfer.errors import ConfigError
 from deepinfer.many import run_all
 from deepinfer.observer import StepReport
@@ -81,6 +82,54 @@ class Percentiles(Struct, frozen=True):
         return cls(*[round(scale * value, 4) for value in (sum(ordered) / len(ordered), *shares)])
 
 
+class DraftReport(Struct, frozen=True, kw_only=True):
+    """What became of drafts, and how well that was foreseen. Lists are by place in the block."""
+
+    tokens_per_forward: float
+    """Committed by one forward of a decoding sequence."""
+    verified: int
+    accepted: int
+    acceptance: list[float]
+    """Of the drafts that were reached, all before them being accepted."""
+    cumulative_acceptance: list[float]
+    """Of the drafts that were verified."""
+    verify_lengths: list[int]
+    """By the number of drafts that a sequence verified in a step, from 0 on: how often."""
+    predicted: list[float]
+    """As `cumulative_acceptance`, by the model's confidences."""
+    calibration_error: list[float]
+    """Between both."""
+
+    @classmethod
+    def of(cls, counts: DraftCounts) -> Self:
+        """Shares of nothing are 0."""
+        return cls(
+            tokens_per_forward=round(counts.tokens_per_step, 4),
+            verified=counts.num_verified,
+            accepted=counts.num_accepted,
+            acceptance=_rounded(counts.acceptance),
+            cumulative_acceptance=_rounded(counts.cumulative_acceptance),
+            verify_lengths=counts.verify_lengths,
+            predicted=_rounded(place.predicted for place in counts.calibration),
+            calibration_error=_rounded(place.error for place in counts.calibration),
+        )
+
+
+class TimeSplit(Struct, frozen=True, kw_only=True):
+    """Shares of a load's duration. What one part does for a step runs beside what another does for the next."""
+
+    scheduler: float
+    """The engine plans steps and applies their results."""
+    host: float
+    """Workers decode plans and build tensors."""
+    forward: float
+    """Devices compute, but for drafts."""
+    drafts: float
+    """Devices make drafts."""
+    idle: float
+    """Devices have nothing to do."""
+
+
 class Report(Struct, frozen=True, kw_only=True):
     """What one load brought. Times of steps are the slowest rank's."""
 
@@ -113,15 +162,20 @@ class Report(Struct, frozen=True, kw_only=True):
     step_host_ms: Percentiles
     """The worker decodes the plan and builds tensors."""
     step_device_ms: Percentiles
+    step_draft_ms: Percentiles
+    """Of that: making drafts."""
     step_idle_ms: Percentiles
     """The device's queue was empty before the step."""
     device_idle_share: float
     """Of the duration."""
+    time_split: TimeSplit
     batch_rows: Percentiles
     """Sequences in a step."""
     cached_tokens: int
     """Prompt tokens that prefix hits spared."""
     preemptions: int
+    drafts: DraftReport | None
+    """`None`: the engine makes none."""
 
 
 class Recorder:
@@ -133,7 +187,7 @@ class Recorder:
     def clear(self) -> None:
         """Forget what was recorded."""
         self.scheduler_s, self.host_us, self.device_us, self.idle_us = array("d"), array("d"), array("d"), array("d")
-        self.rows, self.queue_s = array("d"), array("d")
+        self.draft_us, self.rows, self.queue_s = array("d"), array("d"), array("d")
         self.num_cached_tokens = 0
         self.num_preemptions = 0
 
@@ -141,6 +195,7 @@ class Recorder:
         self.scheduler_s.append(report.planned_s - report.planning_s + report.applied_s - report.received_s)
         self.host_us.append(max(result.host_us for result in report.results))
         self.device_us.append(max(result.device_us for result in report.results))
+        self.draft_us.append(max(result.draft_us for result in report.results))
         self.idle_us.append(min(result.idle_us for result in report.results))
         self.rows.append(report.num_rows)
 
@@ -182,10 +237,12 @@ async def measure(engine: Engine, recorder: Recorder, load: Load) -> Report:
     check_load(load, engine.config)
     await _warm_up(engine, load)
     recorder.clear()
+    before = engine.stats().core.drafts.copy()
     reader = _Reader()
     begun_s = time.perf_counter()
     await _send_all(engine, load, reader)
     duration_s = time.perf_counter() - begun_s
+    drafts = engine.stats().core.drafts.since(before)
     return Report(
         model=engine.config.model,
         accelerator=engine.config.accelerator,
@@ -207,12 +264,33 @@ async def measure(engine: Engine, recorder: Recorder, load: Load) -> Report:
         step_scheduler_ms=Percentiles.of(recorder.scheduler_s, 1e3),
         step_host_ms=Percentiles.of(recorder.host_us, 1e-3),
         step_device_ms=Percentiles.of(recorder.device_us, 1e-3),
+        step_draft_ms=Percentiles.of(recorder.draft_us, 1e-3),
         step_idle_ms=Percentiles.of(recorder.idle_us[1:], 1e-3),  # before the first there was nothing to do
         device_idle_share=round(1e-6 * sum(recorder.idle_us[1:]) / duration_s, 4),
+        time_split=_split(recorder, duration_s),
         batch_rows=Percentiles.of(recorder.rows),
         cached_tokens=recorder.num_cached_tokens,
         preemptions=recorder.num_preemptions,
+        drafts=DraftReport.of(drafts) if drafts.num_steps else None,
     )
+
+
+def _split(recorder: Recorder, duration_s: float) -> TimeSplit:
+    def share(seconds: float) -> float:
+        return round(seconds / duration_s, 4)
+
+    draft_s = 1e-6 * sum(recorder.draft_us)
+    return TimeSplit(
+        scheduler=share(sum(recorder.scheduler_s)),
+        host=share(1e-6 * sum(recorder.host_us)),
+        forward=share(1e-6 * sum(recorder.device_us) - draft_s),
+        drafts=share(draft_s),
+        idle=share(1e-6 * sum(recorder.idle_us[1:])),
+    )
+
+
+def _rounded(shares: Iterable[float]) -> list[float]:
+    return [round(share, 4) for share in shares]
 
 
 async def _warm_up(engine: Engine, load: Load) -> None:

@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 from deepinfer.catalog import default_cache_dir
 from deepinfer.env import ENVIRONMENT_NAMES, cache_home, read_settings
 from deepinfer.errors import ConfigError
+from deepinfer_protocol.limits import MAX_DRAFTS
 
 Positive = Meta(ge=1, le=2**31 - 1)
 _HOME_OF_DTYPE: Final = {"bfloat16": "nvidia", "fast": "cpu"}
@@ -94,6 +95,23 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     quantize_cache: Annotated[
         bool, Meta(description="Round cache rows where the released model does; off: for parity tests.")
     ] = True
+    num_drafts: Annotated[
+        int,
+        Meta(
+            ge=-1,
+            le=MAX_DRAFTS,
+            description="Longest draft of a model with draft stages, verified by the step behind it; 0: none, -1: as "
+            "long as the model's block. The tokens of a request with a seq_seed, or greedy, are the same.",
+        ),
+    ] = -1
+    scheduled_drafts: Annotated[
+        bool,
+        Meta(description="Verify as many drafts as pay off, by their confidence and by what steps cost; off: all."),
+    ] = False
+    cost_table: Annotated[
+        str,
+        Meta(description="For scheduled drafts: what steps cost, by `deepinfer costs`; empty: measured at start."),
+    ] = ""
     max_queued_requests: Annotated[int, Positive, Meta(description="Requests that wait before one is refused.")] = 4096
     max_queued_tokens: Annotated[
         int, Positive, Meta(description="Prompt tokens that wait before a request is refused.")
@@ -125,11 +143,19 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     fake_replay_tokens: Annotated[
         int, Meta(ge=0, le=1 << 20, description="`fake` only: positions that its slots keep a state of.")
     ] = 0
+    fake_num_drafts: Annotated[
+        int, Meta(ge=0, le=MAX_DRAFTS, description="`fake` only: tokens of its draft block; 0: it has no draft stages.")
+    ] = 0
 
     @property
     def has_bounded_hits(self) -> bool:
         """Prefix hits may be an approximation; never with the truncation off, which asks for none."""
         return self.prefix_hits == "bounded" and self.prefill_truncation == "compact"
+
+    @property
+    def measures_costs(self) -> bool:
+        """Workers time steps of several sizes before they are ready."""
+        return self.scheduled_drafts and not self.cost_table and self.num_drafts != 0
 
     @property
     def model_cache_dir(self) -> Path:

@@ -15,9 +15,10 @@ from collections.abc import Sequence as Sequence_
 from math import inf
 from typing import Any, Protocol
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from deepinfer.admission import Admitted
+from deepinfer.draft_counts import DraftCounts
 from deepinfer.errors import DeepInferError, EngineClosed, EngineError, SlowConsumer, WorkerLost
 from deepinfer.link import WorkerLink
 from deepinfer.observer import Observer, Observers, StepReport
@@ -65,7 +66,11 @@ class CoreStats(Struct):
     num_tokens: int = 0
     host_us: int = 0
     device_us: int = 0
+    draft_us: int = 0
+    """Of `device_us`: making drafts."""
     idle_us: int = 0
+    drafts: DraftCounts = field(default_factory=DraftCounts)
+    """What became of the drafts that were verified. Those of a sample that had ended are not counted."""
 
 
 class InFlight(Struct):
@@ -96,7 +101,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.scheduler.on_finish = self._note_end
         self.observer = Observers(observers)
-        self.stats = CoreStats()
+        self.stats = CoreStats(drafts=scheduler.drafts)
         self.failure: DeepInferError | None = None
         self.on_failure: Callable[[], None] = lambda: None
         self._link = link
@@ -272,7 +277,7 @@ class EngineCore:
             for rank_step in done.step.ranks:
                 for row in rank_step.prompts:
                     self._tell_prompt(row.seq.request)
-            self._emit(emissions)
+            emissions = self._emit(emissions)
             self._count(results)
             times_s = (*done.times_s, received_s, applied_s, self._stopwatch())
             self.observer.step_done(StepReport(done.step, results, emissions, *times_s))
@@ -299,16 +304,25 @@ class EngineCore:
         stats.num_steps += 1
         stats.host_us += max([result.host_us for result in results])
         stats.device_us += max([result.device_us for result in results])
+        stats.draft_us += max([result.draft_us for result in results])
         stats.idle_us += min([result.idle_us for result in results])
 
     # ---- what users get
 
-    def _emit(self, emissions: list[Emission]) -> None:
-        """Tokens to pieces: text, stop strings, readers that are too slow."""
+    def _emit(self, emissions: list[Emission]) -> list[Emission]:
+        """Tokens to pieces: text, stop strings, readers that are too slow.
+
+        Returns what was told. It is less where a row brought tokens behind the end of a stop string.
+        """
         add = self._outbox.add
         cap = self._config.max_unread_tokens
-        self.stats.num_tokens += len(emissions)
-        for seq, token, reason, logprobs in emissions:
+        ended: set[Sequence] = set()
+        surplus: set[int] = set()
+        for index, (seq, token, reason, logprobs) in enumerate(emissions):
+            if ended and seq in ended:
+                surplus.add(index)
+                seq.tokens.pop()
+                continue
             text = ""
             output: OutputText | None = seq.user
             if output is not None:
@@ -317,8 +331,11 @@ class EngineCore:
                         text = output.push(token)
                     else:
                         text, reason = self._text_of(seq, output, token, reason)
+                        if reason is not None:
+                            ended.add(seq)
                 except Exception as error:
                     self._lose_text(seq, error)
+                    ended.add(seq)
                     continue
             mailbox: Mailbox = seq.request.user
             if reason is not None:
@@ -329,11 +346,16 @@ class EngineCore:
                     )
                 mailbox.num_cached_tokens = seq.request.num_cached_tokens
                 mailbox.num_preemptions = seq.request.num_preemptions
+                mailbox.drafts = seq.request.drafts
             logprob = None if logprobs is None else readable(logprobs)
             add((mailbox, (seq.sample_index, token, text, logprob, reason)))
             mailbox.num_pushed += 1
             if mailbox.num_pushed - mailbox.num_taken >= cap and not seq.request.is_paused:
                 self._pause(seq.request, mailbox)
+        if surplus:
+            emissions = [emission for index, emission in enumerate(emissions) if index not in surplus]
+        self.stats.num_tokens += len(emissions)
+        return emissions
 
     def _lose_text(self, seq: Sequence, error: Exception) -> None:
         """One request's text cannot be made: its end, and nobody else's."""
@@ -352,14 +374,14 @@ class EngineCore:
             if output.stop is not None and reason is None:
                 self.scheduler.finish(seq, "stop", self._clock.time())
             if output.stop is not None:
-                self._correct_end(seq, reason)
+                self._correct_end(seq)
                 reason = "stop"
         return (text, None) if reason is None else (text + output.flush(), reason)
 
-    def _correct_end(self, seq: Sequence, reason: FinishReason | None) -> None:
-        """A stop string was complete with the last token that its sample could have: the observers hear `stop`, too."""
+    def _correct_end(self, seq: Sequence) -> None:
+        """A stop string was complete before its sample's length was noticed: the observers hear `stop`, too."""
         ends = self._ended
-        if reason == "length" and ends and seq.request.num_unfinished == 0:
+        if seq.finish_reason == "length" and ends and seq.request.num_unfinished == 0:
             seq.finish_reason = "stop"
             self._ended = [(request, "stop" if request is seq.request else told) for request, told in ends]
 

@@ -23,7 +23,9 @@ from deepinfer.catalog import resolve
 from deepinfer.chat import chat_options
 from deepinfer.config import EngineConfig, resolve_config
 from deepinfer.core import CoreConfig, CoreStats, EngineCore
+from deepinfer.costs import CostTable
 from deepinfer.deepseek_chat import deepseek_family
+from deepinfer.draft_settings import check_drafts, cost_table, draft_policy
 from deepinfer.errors import ConfigError, DeepInferError, EngineClosed, ForkedEngine, InvalidRequest, WrongLoop
 from deepinfer.fit import check_fit
 from deepinfer.group import ProgressReport, WorkerGroup
@@ -148,6 +150,7 @@ class Engine:
 
     def _check_fit(self, path: Path | None) -> None:
         """Before anything is started, for models that may be larger than the machine. A GPU's memory is a worker's."""
+        check_drafts(self.config, path)
         has_weights = path is not None and path.is_dir() and self.config.load_format != "dummy"
         if path is not None and has_weights and deepseek_family(path) is not None:
             check_fit(path, self.config.num_workers, counts_memory=self.config.accelerator == "cpu")
@@ -166,9 +169,12 @@ class Engine:
         self._group = WorkerGroup(config, path, wire_version())
         ready = await self._group.wait_ready(config.start_timeout_s, _in_words(tell))
         self._limits = _limits(ready, self._text)
+        self._device = ready[0].device
         self._cache = CacheSizes(ready[0].global_bytes_per_token, ready[0].block_bytes, ready[0].slot_bytes)
         shapes = [_shape(rank, config) for rank in ready]
-        scheduler = Scheduler(_scheduler_config(config), shapes, epoch=self._group.epoch)
+        drafts = [draft_policy(config, rank.num_drafts, rank.costs) for rank in ready]
+        self._costs = cost_table(config, ready[0].costs) if ready[0].num_drafts else None
+        scheduler = Scheduler(_scheduler_config(config), shapes, epoch=self._group.epoch, drafts=drafts)
         self._core = EngineCore(scheduler, self._group.link, self._home.loop, _core_config(config), self._observers)
         self._core.on_failure = self._group.supervisor.kill
         next_seed = None if config.seed < 0 else partial(random.Random(config.seed).getrandbits, SEED_BITS)
@@ -335,6 +341,7 @@ class Engine:
             completion.num_prompt_tokens = stream.num_prompt_tokens
             completion.num_cached_tokens = stream.num_cached_tokens
             completion.num_preemptions = stream.num_preemptions
+            completion.drafts = stream.drafts
             completion.prompt_token_logprobs = await _whole(stream.prompt_logprobs)
             completion.attach(stream.source)
             return completion
@@ -370,13 +377,28 @@ class Engine:
     def metrics(self) -> dict[str, Metric]:
         """Counters, gauges and histograms so far, by name; from any thread. Raises `EngineClosed` before it is open."""
         self._check_opened()
-        return self._metrics.snapshot(self._core.scheduler.stats())
+        return self._metrics.snapshot(self._core.scheduler.stats(), self._core.stats.drafts)
 
     @property
     def limits(self) -> ModelLimits:
         """What the model and its caches allow. Raises `EngineClosed` before the engine is open."""
         self._check_opened()
         return self._limits
+
+    @property
+    def costs(self) -> CostTable | None:
+        """What steps cost, as the first rank has measured it or the settings' file says; `None` where nobody asked.
+
+        Raises `EngineClosed` before the engine is open.
+        """
+        self._check_opened()
+        return self._costs
+
+    @property
+    def device(self) -> str:
+        """What the model runs on, in the worker's words. Raises `EngineClosed` before the engine is open."""
+        self._check_opened()
+        return self._device
 
     @property
     def has_chat_template(self) -> bool:

@@ -95,6 +95,8 @@ def _record(line: PromptLine, done: Completion) -> dict[str, Any]:
         record["samples"] = [_sample(sample) for sample in done.samples]
     if done.prompt_token_logprobs is not None:
         record["prompt_logprobs"] = [None if each is None else _logprob(each) for each in done.prompt_token_logprobs]
+    if done.drafts.num_steps:
+        record["drafts"] = {"verified": done.drafts.num_verified, "accepted": done.drafts.num_accepted}
     return record | {
         "num_prompt_tokens": done.num_prompt_tokens,
         "num_cached_tokens": done.num_cached_tokens,

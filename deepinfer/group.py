@@ -69,6 +69,9 @@ class WorkerGroup:
             cache_format=config.cache_format,
             quantize_activations=config.quantize_activations,
             quantize_cache=config.quantize_cache,
+            num_drafts=config.num_drafts,
+            measure_costs=config.measures_costs,
+            fake_num_drafts=config.fake_num_drafts,
         )
 
     async def wait_ready(self, timeout_s: float, report: ProgressReport | None = None) -> list[Ready]:

@@ -8,11 +8,13 @@ next to nothing for each token.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 from msgspec import Struct
 
+from deepinfer.draft_counts import DraftCounts
 from deepinfer.observer import StepReport
 from deepinfer.request import Request, Sequence
 from deepinfer.scheduler import SchedulerStats
@@ -123,6 +125,7 @@ class EngineMetrics:
         self.step_scheduler_seconds = Histogram(_STEP_S)
         self.step_host_seconds = Histogram(_STEP_S)
         self.step_device_seconds = Histogram(_STEP_S)
+        self.step_draft_seconds = Histogram(_STEP_S)
         self.step_idle_seconds = Histogram(_STEP_S)
         self._latest: set[Sequence] = set()  # the samples that got a token in the latest step, and when
         self._latest_in_order: list[Sequence] = []  # the same, to see at a glance that nothing has changed
@@ -137,11 +140,15 @@ class EngineMetrics:
         self.step_scheduler_seconds.observe(planning_s + report.applied_s - report.received_s)
         self.step_host_seconds.observe(1e-6 * max([result.host_us for result in report.results]))
         self.step_device_seconds.observe(1e-6 * max([result.device_us for result in report.results]))
+        self.step_draft_seconds.observe(1e-6 * max([result.draft_us for result in report.results]))
         self.step_idle_seconds.observe(1e-6 * min([result.idle_us for result in report.results]))
         self._count_tokens([emission[0] for emission in report.emissions if emission[1] is not None], report.emitted_s)
 
     def _count_tokens(self, samples: list[Sequence], now_s: float) -> None:
-        """Samples that also got the token before this one have one gap in common; the others are looked at."""
+        """Samples that also got a token in the step before have one gap in common; the others are looked at.
+
+        Several tokens of one step count as evenly spaced.
+        """
         if not samples:
             return
         self.generation_tokens += len(samples)
@@ -149,20 +156,21 @@ class EngineMetrics:
         if samples == self._latest_in_order:
             self.inter_token_latency_seconds.observe(gap_s, len(samples))
         else:
-            current = set(samples)
-            stayed = current & self._latest
-            if stayed:
-                self.inter_token_latency_seconds.observe(gap_s, len(stayed))
+            counts = Counter(samples)
+            stayed = counts.keys() & self._latest
+            for count, times in Counter([counts[seq] for seq in stayed]).items():
+                self.inter_token_latency_seconds.observe(gap_s / count, count * times)
             for seq in self._latest - stayed:
                 seq.last_token_s = self._latest_s
-            for seq in current - stayed:
-                self._count_token(seq, now_s)
-            self._latest, self._latest_in_order = current, samples
+            for seq in counts.keys() - stayed:
+                self._count_first(seq, counts[seq], now_s)
+            self._latest, self._latest_in_order = set(counts), list(counts)
         self._latest_s = now_s
 
-    def _count_token(self, seq: Sequence, now_s: float) -> None:
+    def _count_first(self, seq: Sequence, count: int, now_s: float) -> None:
+        """So many tokens came, and none in the step before."""
         if seq.last_token_s is not None:
-            self.inter_token_latency_seconds.observe(now_s - seq.last_token_s)
+            self.inter_token_latency_seconds.observe((now_s - seq.last_token_s) / count, count)
         elif seq.request.first_token_s is None:
             self._count_start(seq.request, now_s)
 
@@ -193,14 +201,20 @@ class EngineMetrics:
 
     # ---- reading
 
-    def snapshot(self, scheduler: SchedulerStats) -> dict[str, Metric]:
-        """Every metric by its name, with the gauges that `scheduler` knows."""
+    def snapshot(self, scheduler: SchedulerStats, drafts: DraftCounts) -> dict[str, Metric]:
+        """Every metric by its name, with the gauges that `scheduler` knows, and what became of `drafts`."""
         now: dict[str, Any] = {
             "num_requests_running": scheduler.num_running,
             "num_requests_waiting": scheduler.num_waiting,
             "kv_cache_usage_perc": scheduler.num_blocks_used / scheduler.num_blocks,
             "num_preemptions": scheduler.num_preempted,
             "prefix_cache_hits": self.prompt_tokens_cached,
+            "spec_decode_num_drafts": sum(drafts.verify_lengths[1:]),
+            "spec_decode_num_draft_tokens": drafts.num_verified,
+            "spec_decode_num_accepted_tokens": drafts.num_accepted,
+            "spec_decode_num_accepted_tokens_per_pos": _by_number(drafts.accepted_by_place),
+            "spec_decode_num_draft_tokens_per_pos": _by_number(drafts.verified_by_place),
+            "spec_decode_forwards": _by_number(drafts.verify_lengths),
         }
         return {name: self._metric(name, *described, now) for name, described in _METRICS.items()}
 
@@ -209,6 +223,10 @@ class EngineMetrics:
         if isinstance(value, dict):
             return Metric(name, kind, description, dict(value), label)
         return Metric(name, kind, description, {"": value.snapshot() if isinstance(value, Histogram) else value})
+
+
+def _by_number(counts: list[int]) -> dict[str, int]:
+    return {str(number): count for number, count in enumerate(counts)}
 
 
 _METRICS: Final[Mapping[str, tuple[Kind, str, str]]] = {
@@ -221,6 +239,12 @@ _METRICS: Final[Mapping[str, tuple[Kind, str, str]]] = {
     "prompt_tokens": ("counter", "Prompt tokens of requests that got a first token.", ""),
     "prompt_tokens_cached": ("counter", "Those of them that a prefix hit spared.", ""),
     "generation_tokens": ("counter", "Tokens generated.", ""),
+    "spec_decode_num_drafts": ("counter", "Forwards of a sample that verified drafts.", ""),
+    "spec_decode_num_draft_tokens": ("counter", "Drafts verified.", ""),
+    "spec_decode_num_accepted_tokens": ("counter", "Drafts accepted.", ""),
+    "spec_decode_num_draft_tokens_per_pos": ("counter", "Drafts verified, by place in the block.", "position"),
+    "spec_decode_num_accepted_tokens_per_pos": ("counter", "Drafts accepted, by place in the block.", "position"),
+    "spec_decode_forwards": ("counter", "Forwards of decoding samples, by how many drafts they verified.", "verified"),
     "request_success": ("counter", "Requests ended, by finish reason or by the code of an error.", "finished_reason"),
     "admission_rejections": ("counter", "Requests refused, by the code of the error.", "reason"),
     "iteration_tokens_total": ("histogram", "Positions a step computed, prompts and new tokens.", ""),
@@ -236,6 +260,7 @@ _METRICS: Final[Mapping[str, tuple[Kind, str, str]]] = {
     "step_scheduler_seconds": ("histogram", "Planning a step and applying its results.", ""),
     "step_host_seconds": ("histogram", "Decoding a plan and building its tensors, slowest rank.", ""),
     "step_device_seconds": ("histogram", "Forward and sampling, slowest rank.", ""),
+    "step_draft_seconds": ("histogram", "Of that: making drafts, slowest rank.", ""),
     "step_idle_seconds": ("histogram", "The device's queue was empty before a step, least idle rank.", ""),
 }
 """Name to kind, description and label."""

@@ -39,11 +39,11 @@ class StepReport(Struct):
 
     @property
     def num_positions(self) -> int:
-        """Positions computed, of all ranks: prompt tokens and new ones."""
+        """Positions computed, of all ranks: prompt tokens, new ones, and drafts that were verified."""
         plans = [rank.plan for rank in self.step.ranks]
         if len(plans) == 1:
             return plans[0].padded_positions
-        return sum(sum(split_columns(plan.rows, 4)[2]) for plan in plans)
+        return sum(sum(split_columns(plan.rows, 4)[2]) + plan.verify_budget for plan in plans)
 
 
 class Observer(Protocol):

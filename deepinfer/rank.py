@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 from msgspec import Struct
 
 from deepinfer.blocks import BlockPool
+from deepinfer.budget import DraftPlan, DraftPolicy
 from deepinfer.prefix import chain_root, extend_chain
 from deepinfer.release import DeferredRelease
 from deepinfer.request import Sequence, State
@@ -44,16 +45,32 @@ class PromptRow(NamedTuple):
     num_tokens: int
 
 
+class DraftedRows(NamedTuple):
+    """The rows of a step whose lengths and tokens are known by their result alone."""
+
+    seqs: list[Sequence]
+    num_positions: list[int]
+    num_tokens: list[int]
+    """1 where a row is sampled, and the tokens are one more for each draft that is accepted; else 0."""
+    most_drafts: list[int]
+    """How many drafts may be verified."""
+    num_decodes: int
+    """Rows that decode; they come first."""
+
+
 class RankStep(Struct):
     """One rank's half of a step in flight."""
 
     plan: StepPlan
     expected_rows: bytes
-    """The rows that its result must have: slots, generations, lengths after the step, tokens of the row."""
+    """The rows that its result must have: slots, generations and, where there are no drafts, lengths after the step,
+    tokens of the row."""
     sampled: list[Sequence]
-    """Sequences that get a token, in the order of the result's tokens."""
+    """Sequences that get a token or more, in the order of the result's tokens."""
     prompts: list[PromptRow]
     """Rows that bring log probabilities of their prompt, in the order of the result's."""
+    drafted: DraftedRows | None = None
+    """`None`: nobody drafts."""
 
 
 class _Columns(NamedTuple):
@@ -68,13 +85,21 @@ class _Columns(NamedTuple):
 
 
 _NO_COLUMNS: Final = _Columns([], b"", b"", b"")
+_NO_DRAFTS: Final = DraftPlan(0, 0)
+_SAMPLE: Final = int(RowFlag.SAMPLE)  # for every row of every step: the flag's own arithmetic is slow
 
 
 class Rank:
     """One rank's bookkeeping. Every method leaves `check_integrity` true."""
 
     def __init__(
-        self, index: int, shape: CacheShape, *, prefix_cache: bool, requeue: Callable[[Sequence], None]
+        self,
+        index: int,
+        shape: CacheShape,
+        *,
+        prefix_cache: bool,
+        requeue: Callable[[Sequence], None],
+        drafts: DraftPolicy,
     ) -> None:
         """`requeue` takes a sequence whose preemption is complete."""
         self.index = index
@@ -86,6 +111,7 @@ class Rank:
         self.parked: dict[Sequence, None] = {}  # would decode, but its reader is too slow
         self.held: dict[Sequence, None] = {}  # waiting samples that own blocks of their prompt
         self._requeue = requeue
+        self._drafts = drafts
         self._prefix_cache = prefix_cache
         self._root = chain_root(shape.weights_version)
         self._marked_root = chain_root(shape.weights_version, is_marked=True)
@@ -101,6 +127,10 @@ class Rank:
         self._appends: list[tuple[int, int]] = []
         self._columns = _NO_COLUMNS
         self._num_decodes = 0  # rows of the plan under construction that decode; they come first
+        self._most_drafts: list[int] = []  # of each of them, as many as it may verify
+        self._survivals: list[bytes] = []  # of these drafts
+        self._draft_plan = _NO_DRAFTS
+        self._num_reserved = 0  # positions kept for them
         self.budget = 0  # positions that the plan under construction may still take
 
     # ---- what it holds
@@ -128,20 +158,50 @@ class Rank:
         """Start a plan of at most `budget` positions."""
         self.budget = budget
         self._rows, self._num_positions, self._flags, self._appends, self._prompts = [], [], [], [], []
+        self._most_drafts, self._survivals, self._draft_plan = [], [], _NO_DRAFTS
 
     def plan_decodes(self, step_id: int) -> None:
-        """A row for every decoding sequence that may have one more token."""
-        for seq in [seq for seq in self.decode if seq.num_planned >= seq.limit]:
-            if seq in self.decode and seq.num_planned + 1 < seq.max_length:
+        """A row for every decoding sequence that may have one more token.
+
+        Where drafts are in flight, that is said of the most that they may bring: a sequence whose length or blocks may
+        have come to their end has no row until the results say that they have not.
+        """
+        for seq in [seq for seq in self.decode if seq.num_planned + seq.num_drafts >= seq.limit]:
+            if seq in self.decode:
                 self._grow(seq)
         self._rows = rows = [seq for seq in self.decode if seq.num_planned < seq.limit]
+        if self._drafts.longest:
+            self._most_drafts = [min(seq.num_drafts, seq.limit - seq.num_planned - 1) for seq in rows]
+            self._survivals = [seq.foresee(most) for seq, most in zip(rows, self._most_drafts, strict=True)]
         for seq in rows:
             seq.num_planned += 1
             seq.last_step = step_id
         self._num_decodes = len(rows)
         self.budget -= len(rows)
+        # Prompts leave drafts at most half of what the step has left, and get the other half: neither waits.
+        self._num_reserved = min(sum(self._most_drafts), self.budget // 2)
+        self.budget -= self._num_reserved
         self._num_positions = [1] * len(rows)
-        self._flags = [int(RowFlag.SAMPLE)] * len(rows)
+        self._flags = [_SAMPLE] * len(rows)
+
+    def plan_drafts(self) -> None:
+        """How many drafts the step verifies in the positions that nothing else has taken, and how many it makes."""
+        if not self._drafts.longest or _SAMPLE not in self._flags:
+            return
+        num_other = sum(self._num_positions) - self._num_decodes
+        room = self.budget + self._num_reserved
+        plan = self._drafts.plan(self._survivals, self._num_decodes, num_other, room)
+        budget = min(plan.verify_budget, sum(self._most_drafts), room)
+        self._draft_plan = DraftPlan(budget, min(plan.num_drafts, self._drafts.longest))
+        self._most_drafts = [min(most, budget) for most in self._most_drafts]
+        num_drafts = self._draft_plan.num_drafts
+        for seq, most in zip(self._rows, self._most_drafts, strict=False):
+            seq.num_planned += most
+            seq.num_unsure += most
+            seq.num_drafts = num_drafts
+        for seq, flags in zip(self._rows[self._num_decodes :], self._flags[self._num_decodes :], strict=True):
+            if flags:
+                seq.num_drafts = num_drafts
 
     def plan_prefills(self, step_id: int, chunk: int) -> None:
         """Chunks of the prompts that are under way, in order, at most `chunk` positions each."""
@@ -162,7 +222,7 @@ class Rank:
         is_complete = seq.num_planned == len(seq.tokens)
         self._rows.append(seq)
         self._num_positions.append(num_positions)
-        self._flags.append(int(RowFlag.SAMPLE) if is_complete else 0)
+        self._flags.append(_SAMPLE if is_complete else 0)
         if is_complete:
             seq.move(State.DECODE)
             del self.prefill[seq]
@@ -181,7 +241,7 @@ class Rank:
 
     @property
     def num_planned_positions(self) -> int:
-        return sum(self._num_positions)
+        return sum(self._num_positions) + self._draft_plan.verify_budget
 
     def finish_plan(self, epoch: int, step_id: int, padded_positions: int) -> RankStep:
         """The plan under construction, and what must come back for it."""
@@ -196,26 +256,42 @@ class Rank:
             admits=self._admits,
             appends=pack_int32([slot for slot, _ in self._appends] + [block for _, block in self._appends]),
             rows=columns.addresses + columns.work,
+            most_drafts=self._pack_most_drafts(),
+            verify_budget=self._draft_plan.verify_budget,
+            num_drafts=self._draft_plan.num_drafts,
         )
-        lengths = pack_int32([seq.num_planned for seq in rows])
-        expected = columns.addresses + lengths + columns.num_tokens
+        if self._drafts.longest:
+            expected, drafted = columns.addresses, self._drafted_rows(rows)
+        else:
+            expected = columns.addresses + pack_int32([seq.num_planned for seq in rows]) + columns.num_tokens
+            drafted = None
         prefills = zip(rows[self._num_decodes :], self._flags[self._num_decodes :], strict=True)
         # By the flag, not by the state: admission may have preempted a row since it was planned.
-        sampled = [seq for seq, flags in prefills if flags & RowFlag.SAMPLE]
+        sampled = [seq for seq, flags in prefills if flags & _SAMPLE]
         self._retired, self._admits, self._appends = [], [], []
         self._num_admitted_bytes = 0
         for seq in rows[self._num_decodes :]:
             self.publish(seq)
         self._rows = []
         prompts, self._prompts = self._prompts, []
-        return RankStep(plan, expected, rows[: self._num_decodes] + sampled, prompts)
+        return RankStep(plan, expected, rows[: self._num_decodes] + sampled, prompts, drafted)
+
+    def _pack_most_drafts(self) -> bytes:
+        if not self._draft_plan.verify_budget:
+            return b""
+        return pack_int32(self._most_drafts + [0] * (len(self._rows) - self._num_decodes))
+
+    def _drafted_rows(self, rows: list[Sequence]) -> DraftedRows:
+        num_tokens = [flags & _SAMPLE for flags in self._flags]
+        most_drafts = self._most_drafts + [0] * (len(rows) - self._num_decodes)
+        return DraftedRows(rows, self._num_positions, num_tokens, most_drafts, self._num_decodes)
 
     def _columns_of(self, rows: list[Sequence]) -> _Columns:
         """Columns that stay as they are while the same sequences decode, step after step."""
         all_decode = self._num_decodes == len(rows)
         if rows and all_decode and rows == self._columns.rows:
             return self._columns
-        num_tokens = [1 if flags & RowFlag.SAMPLE else 0 for flags in self._flags]
+        num_tokens = [1 if flags & _SAMPLE else 0 for flags in self._flags]
         columns = _Columns(
             rows,
             pack_int32([seq.slot for seq in rows] + [seq.generation for seq in rows]),
@@ -298,7 +374,7 @@ class Rank:
             seq.tokens = seq.tokens[:]  # grows from here on
         seq.rank, seq.slot, seq.generation = self.index, slot, self._generations[slot]
         seq.num_published = len(hits)
-        seq.num_planned = self.first_computed(hits)
+        seq.num_planned = seq.num_computed = self.first_computed(hits)
         seq.is_marked = self.shape.is_replay_bounded and bool(hits)
         seq.move(State.PREFILL)
         self.prefill[seq] = None
@@ -355,7 +431,7 @@ class Rank:
     def _finish_preemption(self, seq: Sequence) -> None:
         seq.block_ids, seq.slot, seq.capacity = [], -1, 0
         if seq.state is State.PREEMPTING:
-            seq.num_planned = seq.num_published = 0
+            seq.forget_slot()
             seq.move(State.WAITING)
             self._requeue(seq)
 
@@ -367,12 +443,23 @@ class Rank:
     # ---- blocks
 
     def _grow(self, seq: Sequence) -> None:
-        """One more block for a decoding sequence, if there is one; somebody may have to give way, perhaps itself."""
-        if self._make_room(seq):
-            block = self.pool.allocate()
-            seq.block_ids.append(block)
-            self._set_capacity(seq)
-            self._appends.append((seq.slot, block))
+        """Blocks for the next row of a decoding sequence, if there are; for one that it needs somebody may give way.
+
+        It needs one if no draft in flight can turn out to leave it room. Drafts take none that others need soon.
+        """
+        if seq.capacity <= seq.num_planned < seq.max_length - 1 and (
+            self.pool.num_available if seq.num_unsure else self._make_room(seq)
+        ):
+            self._append_block(seq)
+        num_wanted = min(seq.num_planned + 1 + seq.num_drafts, seq.max_length - 1)
+        while seq.num_planned < seq.capacity < num_wanted and self.pool.num_available > self._num_spare():
+            self._append_block(seq)
+
+    def _append_block(self, seq: Sequence) -> None:
+        block = self.pool.allocate()
+        seq.block_ids.append(block)
+        self._set_capacity(seq)
+        self._appends.append((seq.slot, block))
 
     def _set_capacity(self, seq: Sequence) -> None:
         seq.capacity = len(seq.block_ids) * self.shape.block_size
@@ -404,7 +491,7 @@ class Rank:
         if not self._prefix_cache:
             return
         size = self.shape.block_size
-        num_full = min(len(seq.tokens), seq.num_planned) // size
+        num_full = min(len(seq.tokens), seq.lowest_length) // size
         if num_full > seq.num_published:
             hashes, root = seq.block_hashes, self._root
             if seq.is_marked:
@@ -427,5 +514,8 @@ class Rank:
         assert all(seq.state is State.WAITING for seq in self.held)
         for seq in running:
             assert len(seq.block_ids) * self.shape.block_size == seq.capacity >= seq.num_planned
-            assert 0 <= seq.num_pending <= 2 and len(seq.tokens) + seq.num_pending <= seq.max_length
+            assert 0 <= seq.num_pending <= 2 * (1 + self._drafts.longest)
+            assert len(seq.tokens) + seq.num_pending <= seq.max_length
+            assert 0 <= seq.num_unsure <= max(seq.num_pending - 1, 0)
+            assert seq.num_computed <= seq.lowest_length and seq.num_drafts <= self._drafts.longest
             assert seq.limit == min(seq.capacity, seq.max_length - 1)

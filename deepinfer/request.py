@@ -11,6 +11,7 @@ from enum import Enum
 from math import inf
 from typing import Any, Final, Literal, NamedTuple
 
+from deepinfer.draft_counts import DraftCounts
 from deepinfer_protocol import SlotSampling
 
 FinishReason = Literal["stop", "length", "abort", "queue_timeout", "timeout", "slow_consumer"]
@@ -60,6 +61,7 @@ class Request:
     __slots__ = (
         "arrival_s",
         "deadline_s",
+        "drafts",
         "first_token_s",
         "is_paused",
         "max_length",
@@ -116,6 +118,7 @@ class Request:
         self.slow_since_s = inf  # the deadline that its pause has set
         self.num_cached_tokens = 0  # positions that the first sample's first admission did not compute
         self.num_preemptions = 0
+        self.drafts = DraftCounts()  # of all samples
         self.num_queued_tokens = len(prompt)  # its share of what waits
         self.num_unfinished = len(sampling)
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's tokens from the second on, as far as known
@@ -172,15 +175,20 @@ class Sequence:
         "marked_hashes",
         "max_length",
         "min_length",
+        "num_computed",
+        "num_drafts",
         "num_planned",
         "num_prompt",
         "num_published",
+        "num_unsure",
+        "older_survivals",
         "rank",
         "request",
         "sample_index",
         "slot",
         "state",
         "stop_ids",
+        "survivals",
         "tokens",
         "user",
     )
@@ -190,7 +198,12 @@ class Sequence:
         self.sample_index = sample_index
         self.state = State.WAITING if sample_index == 0 else State.HELD
         self.take_prompt()
-        self.num_planned = 0  # positions that steps sent so far compute
+        self.num_planned = 0  # positions that steps sent so far compute, if all their drafts are accepted
+        self.num_unsure = 0  # of them: those that they do not, if none is
+        self.num_computed = 0  # positions that the steps applied so far have computed
+        self.num_drafts = 0  # that the last step sent makes
+        self.survivals = b""  # of the drafts that the last step applied has made
+        self.older_survivals = b""  # of the step before it
         self.num_published = 0  # blocks that others can adopt
         self.last_step = -1  # last step sent that names it
         self.last_token_s: float | None = None  # the metrics': set when a step goes by without one
@@ -222,8 +235,34 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Tokens that steps in flight will bring."""
+        """Tokens that steps in flight will bring, at most."""
         return self.num_planned + 1 - len(self.tokens) if self.state is not State.PREFILL else 0
+
+    @property
+    def lowest_length(self) -> int:
+        """Positions that steps sent so far compute, whatever becomes of their drafts."""
+        return self.num_planned - self.num_unsure
+
+    def foresee(self, num_drafts: int) -> bytes:
+        """How likely drafts are to be reached that its next row may verify, as far as that may be known by then.
+
+        What is said of these very drafts is left out: whether one is looked at would depend on the draft itself, and
+        what is accepted would no longer be distributed as the target says. With a row in flight the newest that came
+        is of drafts before them; without, it is of them. What is not known counts as certain.
+        """
+        known = self.survivals if self.num_planned >= len(self.tokens) else self.older_survivals
+        return known if len(known) == num_drafts else known[:num_drafts].ljust(num_drafts, b"\xff")
+
+    def settle(self, num_positions: int, most_drafts: int, num_accepted: int) -> None:
+        """A row of so many positions, behind which so many drafts might have been verified, has been computed."""
+        self.num_computed += num_positions + num_accepted
+        self.num_planned -= most_drafts - num_accepted
+        self.num_unsure -= most_drafts
+
+    def forget_slot(self) -> None:
+        """Nothing is computed, planned or drafted any more."""
+        self.num_planned = self.num_unsure = self.num_computed = self.num_published = self.num_drafts = 0
+        self.survivals = self.older_survivals = b""
 
     @property
     def has_slot(self) -> bool:

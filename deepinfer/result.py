@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from msgspec import Struct, field
 
+from deepinfer.draft_counts import DraftCounts
 from deepinfer.request import FinishReason
 from deepinfer.stream import Source, StopReason, TokenChunk, TokenLogprob
 
@@ -40,6 +41,8 @@ class Completion(Struct, dict=True):
     """Prompt tokens that a prefix hit spared."""
     num_preemptions: int = 0
     """How often its samples gave way to others and were computed again."""
+    drafts: DraftCounts = field(default_factory=DraftCounts)
+    """What became of the drafts of its samples."""
     prompt_token_logprobs: tuple[TokenLogprob | None, ...] | None = None
     """One entry a token of the prompt, the first `None`, if they were asked for."""
 

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from collections.abc import Sequence as Sequence_
 from itertools import count
 from math import inf
+from operator import sub
 from typing import NamedTuple
 
 from msgspec import Struct
 
 from deepinfer.admission import Admitted
+from deepinfer.budget import DraftPolicy, NoDrafts
 from deepinfer.deadlines import Deadlines
+from deepinfer.draft_counts import DraftCounts
 from deepinfer.errors import DuplicateRequestId, Overloaded, WorkerLost
 from deepinfer.rank import CacheShape, PromptRow, Rank, RankStep
 from deepinfer.request import FinishReason, Request, Sequence, State, TokenLogprobs
@@ -48,6 +52,14 @@ Emission = tuple[Sequence, int | None, FinishReason | None, TokenLogprobs | None
 """One sample got a token, or ended, or both. A plain tuple: there is one for every token."""
 
 
+class RowTokens(NamedTuple):
+    """What a result says of each row."""
+
+    counts: array[int]
+    """How many tokens it has."""
+    num_verified: array[int]
+
+
 class SchedulerStats(NamedTuple):
     """What is going on. Counts are of samples, not of requests."""
 
@@ -63,14 +75,24 @@ class SchedulerStats(NamedTuple):
 class Scheduler:
     """The queue of requests and the ranks that serve them."""
 
-    def __init__(self, config: SchedulerConfig, shapes: list[CacheShape], *, epoch: int = 0) -> None:
-        """`shapes` has one entry a rank."""
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        shapes: list[CacheShape],
+        *,
+        epoch: int = 0,
+        drafts: Sequence_[DraftPolicy] | None = None,
+    ) -> None:
+        """`shapes` has one entry a rank, and so has `drafts`; without it nobody drafts."""
         self.config = config
         self.epoch = epoch
+        policies = [NoDrafts() for _ in shapes] if drafts is None else drafts
         self.ranks = [
-            Rank(index, shape, prefix_cache=config.prefix_cache, requeue=self._requeue)
-            for index, shape in enumerate(shapes)
+            Rank(index, shape, prefix_cache=config.prefix_cache, requeue=self._requeue, drafts=policy)
+            for index, (shape, policy) in enumerate(zip(shapes, policies, strict=True))
         ]
+        self.drafts = DraftCounts()
+        """What became of them, of all requests."""
         self.requests: dict[str, Request] = {}
         self.on_finish: Callable[[Request, FinishReason], object] = _tell_nobody
         self._queue = WaitingQueue()
@@ -213,6 +235,8 @@ class Scheduler:
             rank.plan_decodes(step_id)
             rank.plan_prefills(step_id, self.config.prefill_chunk)
         self._admit(step_id, now)
+        for rank in self.ranks:
+            rank.plan_drafts()
         padded = max(rank.num_planned_positions for rank in self.ranks)
         if padded == 0:
             return None
@@ -225,42 +249,96 @@ class Scheduler:
         """Take in what the ranks answered. Raises `WorkerLost` when an answer is not the one to this step."""
         emissions: list[Emission] = []
         for rank, rank_step, result in zip(self.ranks, step.ranks, results, strict=True):
-            if result.rows != rank_step.expected_rows:
-                raise WorkerLost(_describe_drift(step.step_id, rank.index, rank_step, result))
+            if rank_step.drafted is None:
+                if result.rows != rank_step.expected_rows:
+                    raise WorkerLost(_describe_drift(step.step_id, rank.index, rank_step, result))
+                self._apply_tokens(rank, rank_step.sampled, result, emissions, now)
+            else:
+                row_tokens = _check_drafted(step.step_id, rank.index, rank_step, result)
+                self._apply_drafted(rank, rank_step, row_tokens, result, emissions, now)
             if rank_step.prompts or result.prompt_logprobs:
                 _take_prompt_logprobs(rank_step.prompts, result)
-            logprobs = _split_logprobs(rank_step.sampled, result) if result.logprobs else None
-            self._apply_tokens(rank, rank_step.sampled, unpack_int32(result.tokens), logprobs, emissions, now)
             rank.release.applied(step.step_id)
         return emissions
 
     def _apply_tokens(
-        self,
-        rank: Rank,
-        sampled: list[Sequence],
-        tokens: array[int],
-        logprobs: list[TokenLogprobs | None] | None,
-        emissions: list[Emission],
-        now: float,
+        self, rank: Rank, sampled: list[Sequence], result: StepResult, emissions: list[Emission], now: float
     ) -> None:
+        """One token for each of `sampled`."""
         block_size = rank.shape.block_size
-        for index, (seq, token) in enumerate(zip(sampled, tokens, strict=True)):
+        logprobs = _split_logprobs(sampled, result) if result.logprobs else None
+        for index, (seq, token) in enumerate(zip(sampled, unpack_int32(result.tokens), strict=True)):
             if seq.state is State.FINISHED:
                 continue  # ended while the step was under way: the token is surplus
             known = seq.tokens
             known.append(token)
             length = len(known)
-            if token in seq.stop_ids and length > seq.min_length:
-                reason: FinishReason | None = "stop"
-            elif length >= seq.max_length:
-                reason = "length"
-            else:
-                reason = None
+            reason = _end_at(seq, token, length)
             if length % block_size == 1 and seq.has_slot:
                 rank.publish(seq)
             emissions.append((seq, token, reason, logprobs[index] if logprobs else None))
             if reason is not None:
                 self.finish(seq, reason, now)
+
+    def _apply_drafted(
+        self,
+        rank: Rank,
+        rank_step: RankStep,
+        row_tokens: RowTokens,
+        result: StepResult,
+        emissions: list[Emission],
+        now: float,
+    ) -> None:
+        """As many tokens for each row as its result has; only now is it known how many positions it has computed."""
+        drafted = rank_step.drafted
+        assert drafted is not None
+        counts, num_verified = row_tokens
+        num_accepted = list(map(sub, counts, drafted.num_tokens))
+        tokens, start = unpack_int32(result.tokens), 0
+        logprobs = _split_logprobs(_repeat(drafted.seqs, counts), result) if result.logprobs else None
+        survivals, num_drafts, first = result.survivals, rank_step.plan.num_drafts, 0
+        columns = drafted.seqs, drafted.num_positions, drafted.most_drafts, counts, num_verified, num_accepted
+        for index, (seq, positions, most, num_tokens, verified, accepted) in enumerate(zip(*columns, strict=True)):
+            seq.settle(positions, most, accepted)
+            if not num_tokens:
+                continue
+            seq.older_survivals, seq.survivals = seq.survivals, survivals[first : first + num_drafts]
+            first += num_drafts
+            end = start + num_tokens
+            if seq.state is not State.FINISHED:  # else it ended while the step was under way: the tokens are surplus
+                if index < drafted.num_decodes:
+                    seq.request.drafts.add(verified, accepted)
+                    self.drafts.add(verified, accepted)
+                known = logprobs[start:end] if logprobs else None
+                self._take_tokens(rank, seq, tokens[start:end], known, emissions, now)
+            start = end
+        if result.predicted:
+            rows = zip(num_verified, num_accepted, strict=True)
+            self.drafts.add_predicted(unpack_float32(result.predicted), rows)
+
+    def _take_tokens(
+        self,
+        rank: Rank,
+        seq: Sequence,
+        tokens: array[int],
+        logprobs: list[TokenLogprobs | None] | None,
+        emissions: list[Emission],
+        now: float,
+    ) -> None:
+        """One after another, up to the first that ends the sequence: those behind it are surplus."""
+        known, block_size = seq.tokens, rank.shape.block_size
+        num_full = (len(known) - 1) // block_size
+        reason: FinishReason | None = None
+        for index, token in enumerate(tokens):
+            known.append(token)
+            reason = _end_at(seq, token, len(known))
+            emissions.append((seq, token, reason, logprobs[index] if logprobs else None))
+            if reason is not None:
+                break
+        if (len(known) - 1) // block_size > num_full and seq.has_slot:
+            rank.publish(seq)
+        if reason is not None:
+            self.finish(seq, reason, now)
 
     # ---- the queue
 
@@ -370,6 +448,48 @@ def _tell_nobody(request: Request, reason: FinishReason) -> None:
     """For a scheduler that nobody watches."""
 
 
+def _end_at(seq: Sequence, token: int, length: int) -> FinishReason | None:
+    """Does `token`, with which the sequence has this length, end it?"""
+    if token in seq.stop_ids and length > seq.min_length:
+        return "stop"
+    return "length" if length >= seq.max_length else None
+
+
+def _repeat(seqs: list[Sequence], counts: array[int]) -> list[Sequence]:
+    """Each as often as it has tokens."""
+    return [seq for seq, count in zip(seqs, counts, strict=True) for _ in range(count)]
+
+
+def _check_drafted(step_id: int, rank: int, expected: RankStep, result: StepResult) -> RowTokens:
+    """What the rows have, if that is possible. Raises `WorkerLost` when it is not."""
+    drafted, budget = expected.drafted, expected.plan.verify_budget
+    assert drafted is not None
+    num_rows, where = len(drafted.seqs), f"step {step_id}, rank {rank}"
+    if result.rows[: 8 * num_rows] != expected.expected_rows or len(result.rows) != 16 * num_rows:
+        raise WorkerLost(_describe_drift(step_id, rank, expected, result))
+    lengths, counts = split_columns(result.rows[8 * num_rows :], 2)
+    num_verified = unpack_int32(result.num_verified) if result.num_verified else array("i", bytes(4 * num_rows))
+    if len(num_verified) != num_rows:
+        raise WorkerLost(f"{where}: drafts of {len(num_verified)} rows were verified, {num_rows} were planned")
+    if sum(num_verified) > budget:
+        raise WorkerLost(f"{where}: {sum(num_verified)} drafts were verified, {budget} were planned")
+    rows = zip(*drafted[:4], lengths, counts, num_verified, strict=True)
+    for index, (seq, positions, least, most, length, num_tokens, verified) in enumerate(rows):
+        wanted = seq.num_computed + positions + num_tokens - least
+        if length != wanted or verified > most or not least <= num_tokens <= least + verified:
+            told = f"length {wanted} expected, {length} came"
+            if verified > most:
+                told = f"at most {most} verified drafts expected, {verified} came"
+            elif not least <= num_tokens <= least + verified:
+                told = f"{least} to {least + verified} tokens expected, {num_tokens} came"
+            raise WorkerLost(f"{where}, row {index}: the worker's state has drifted: {told}")
+    num_sampled = sum(drafted.num_tokens)
+    if len(result.survivals) != num_sampled * expected.plan.num_drafts:
+        due = f"{expected.plan.num_drafts} drafts of {num_sampled} rows were due"
+        raise WorkerLost(f"{where}: {due}, {len(result.survivals)} survivals came")
+    return RowTokens(counts, num_verified)
+
+
 def _split_logprobs(sampled: list[Sequence], result: StepResult) -> list[TokenLogprobs | None]:
     """What belongs to each sampled token. Raises `WorkerLost` when the columns do not add up."""
     widths = [seq.request.sampling[seq.sample_index].num_logprobs + 1 for seq in sampled]
@@ -406,10 +526,10 @@ def _split_entries(widths: list[int], columns: tuple[bytes, bytes, bytes], resul
 
 
 def _describe_drift(step_id: int, rank: int, expected: RankStep, result: StepResult) -> str:
-    """Which row of a result differs, in words."""
-    names = ("slot", "generation", "length", "tokens")
-    wanted = list(zip(*split_columns(expected.expected_rows, 4), strict=True))
-    came = list(zip(*split_columns(result.rows, 4), strict=True))
+    """Which row of a result differs, in words. With drafts slots and generations alone are known beforehand."""
+    names = ("slot", "generation", "length", "tokens")[: 4 if expected.drafted is None else 2]
+    wanted = list(zip(*split_columns(expected.expected_rows, len(names)), strict=True))
+    came = list(zip(*split_columns(result.rows, 4)[: len(names)], strict=True))
     if len(wanted) != len(came):
         return f"step {step_id}, rank {rank}: {len(wanted)} rows were planned, {len(came)} came back"
     index = next(i for i, (a, b) in enumerate(zip(wanted, came, strict=True)) if a != b)

@@ -16,6 +16,7 @@ from typing import NamedTuple, overload
 
 from msgspec import Struct
 
+from deepinfer.draft_counts import DraftCounts
 from deepinfer.errors import WrongLoop
 from deepinfer.request import FinishReason, TokenLogprobs
 
@@ -121,6 +122,7 @@ class Mailbox:
     __slots__ = (
         "_num_tokens",
         "_pieces",
+        "drafts",
         "error",
         "is_closed",
         "is_paused",
@@ -144,6 +146,7 @@ class Mailbox:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.drafts = DraftCounts()
         self.num_pushed = 0
         self.num_taken = 0
         self.is_paused = False
@@ -312,6 +315,11 @@ class TokenStream:
     def num_preemptions(self) -> int:
         """How often its samples gave way to others and were computed again; known at the end."""
         return self._mailbox.num_preemptions
+
+    @property
+    def drafts(self) -> DraftCounts:
+        """What became of the drafts of its samples; known at the end."""
+        return self._mailbox.drafts
 
     @property
     def num_cached_tokens(self) -> int:

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 from deepinfer.admission import ModelLimits
+from deepinfer.draft_counts import DraftCounts
 from deepinfer.engine import Engine, EngineStats
 from deepinfer.errors import EngineClosed, ForkedEngine, InvalidRequest, WrongLoop
 from deepinfer.home import OwnThread
@@ -73,6 +74,11 @@ class SyncStream:
     def num_preemptions(self) -> int:
         """As `TokenStream.num_preemptions`."""
         return self._stream.num_preemptions
+
+    @property
+    def drafts(self) -> DraftCounts:
+        """As `TokenStream.drafts`."""
+        return self._stream.drafts
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:

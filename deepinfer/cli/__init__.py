@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from deepinfer.cli.bench import bench
+from deepinfer.cli.costs import costs
 from deepinfer.cli.env import env
 from deepinfer.cli.generate import generate
 from deepinfer.cli.inspect import inspect
@@ -26,7 +27,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
         raise typer.Exit
 
 
-for command in (run, generate, bench, inspect, env):
+for command in (run, generate, bench, costs, inspect, env):
     app.command()(command)
 app.add_typer(models, name="models")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from deepinfer.bench import Load, Percentiles, Recorder, Report, check_load, measure
+from deepinfer.bench import DraftReport, Load, Percentiles, Recorder, Report, TimeSplit, check_load, measure
 from deepinfer.cli.common import Model, Settings, engine_settings, in_words, run_async, say, starting
 from deepinfer.engine import Engine
 from deepinfer.errors import ConfigError
@@ -106,7 +107,7 @@ def _rows(reports: list[Report]) -> dict[str, list[str]]:
     def spread(field: str) -> list[str]:
         return [_spread(getattr(report, field)) for report in reports]
 
-    return {
+    rows = {
         "tokens/s": plain("tokens_per_s"),
         "requests/s": plain("requests_per_s"),
         "time to first token, ms": spread("ttft_ms"),
@@ -122,6 +123,34 @@ def _rows(reports: list[Report]) -> dict[str, list[str]]:
         "scheduler a step, ms": spread("step_scheduler_ms"),
         "prompt tokens cached": plain("cached_tokens"),
         "preemptions": plain("preemptions"),
+        "scheduler / host / forward / drafts / idle, %": [_split(report.time_split) for report in reports],
+    }
+    return rows | _draft_rows(reports) if any(report.drafts for report in reports) else rows
+
+
+def _split(split: TimeSplit) -> str:
+    shares = split.scheduler, split.host, split.forward, split.drafts, split.idle
+    return " / ".join(f"{100 * share:.0f}" for share in shares)
+
+
+def _draft_rows(reports: list[Report]) -> dict[str, list[str]]:
+    """What drafts brought, and below it how well that was foreseen."""
+
+    def told(cell: Callable[[DraftReport], str]) -> list[str]:
+        return ["" if report.drafts is None else cell(report.drafts) for report in reports]
+
+    def places(field: str) -> list[str]:
+        return told(lambda drafts: " / ".join(f"{100 * share:.0f}" for share in getattr(drafts, field)))
+
+    return {
+        "tokens a forward": told(lambda drafts: f"{drafts.tokens_per_forward:.2f}"),
+        "drafts a step, ms": [_spread(report.step_draft_ms) for report in reports],
+        "drafts verified": told(lambda drafts: str(drafts.verified)),
+        "drafts accepted": told(lambda drafts: str(drafts.accepted)),
+        "verified at once, from 0 on": told(lambda drafts: " / ".join(map(str, drafts.verify_lengths))),
+        "accepted by place where reached, %": places("acceptance"),
+        "accepted by place where verified, %": places("cumulative_acceptance"),
+        "as the confidences foresaw, %": places("predicted"),
     }
 
 

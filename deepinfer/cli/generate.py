@@ -102,6 +102,8 @@ async def _generate(
         with ProgressBar(num_lines, num_done=num_before) as bar:
             totals = await generate_file(engine, lines, results, skip_bad=skip_bad, on_result=bar.advance)
         _summarize(totals, num_before, time.perf_counter() - begun_s)
+        if engine.stats().core.drafts.num_verified:
+            say("\n".join(engine.stats().core.drafts.lines()))
     finally:
         await engine.aclose()
 

@@ -27,6 +27,7 @@ from deepinfer.cli.common import (
     say,
     starting,
 )
+from deepinfer.draft_counts import DraftCounts
 from deepinfer.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from deepinfer.prompt_file import read_defaults
 from deepinfer.sync import SyncEngine
@@ -137,6 +138,7 @@ class Chat:
         """Show the answer as it comes; what there is of it after Ctrl-C on a terminal."""
         parts: list[str] = []
         num_tokens, begun_s, first_s = 0, time.perf_counter(), 0.0
+        drafts = DraftCounts()
         try:
             with self._engine.stream(params=params, **request) as stream:
                 for chunk in stream:
@@ -144,19 +146,21 @@ class Chat:
                     num_tokens += len(chunk.token_ids)
                     parts.append(chunk.text)
                     print(chunk.text, end="", flush=True)
+                drafts = stream.drafts
         except KeyboardInterrupt:
             if not self._is_terminal:
                 raise
             say(" (stopped)")
         print(flush=True)
         if self._has_stats and num_tokens:
-            _show_speed(num_tokens, first_s - begun_s, time.perf_counter() - first_s)
+            _show_speed(num_tokens, first_s - begun_s, time.perf_counter() - first_s, drafts)
         return "".join(parts)
 
 
-def _show_speed(num_tokens: int, ttft_s: float, decode_s: float) -> None:
+def _show_speed(num_tokens: int, ttft_s: float, decode_s: float, drafts: DraftCounts) -> None:
     rate = f", then {(num_tokens - 1) / decode_s:.1f} tok/s" if num_tokens > 1 and decode_s > 0 else ""
-    say(f"[{num_tokens} tokens: the first after {1e3 * ttft_s:.0f} ms{rate}]")
+    committed = f"; {drafts.tokens_per_step:.2f} tokens a forward" if drafts.num_verified else ""
+    say(f"[{num_tokens} tokens: the first after {1e3 * ttft_s:.0f} ms{rate}{committed}]")
 
 
 def _lines(is_terminal: bool) -> Iterator[str]:

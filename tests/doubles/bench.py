@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
+from deepinfer.budget import DraftPolicy, NoDrafts
 from deepinfer.rank import CacheShape
 from deepinfer.request import Request
-from deepinfer.scheduler import Scheduler, SchedulerConfig, Step
+from deepinfer.scheduler import Emission, Scheduler, SchedulerConfig, Step
 from deepinfer_protocol import SlotSampling, StepResult
 from deepinfer_workers.fake import FakeRunner
 from doubles.group import fake_config, no_masks, with_window
@@ -30,21 +32,29 @@ class Bench:
         blocks: int = 256,
         window: int = 0,
         is_exact: bool = True,
+        drafts: Callable[[], DraftPolicy] = NoDrafts,
         **config: Any,
     ) -> None:
-        """With `window`, slots keep a state of their own; without `is_exact` a hit rebuilds it as far as that."""
+        """With `window`, slots keep a state of their own; without `is_exact` a hit rebuilds it as far as that.
+
+        `drafts` makes the policy of a rank.
+        """
         shape = with_window(CacheShape(slots, blocks, 4), window, is_exact=is_exact)
         self.window, self.is_exact = window, is_exact
         self.scheduler = Scheduler(
-            SchedulerConfig(**{"max_batch_tokens": 2048, "prefill_chunk": 512, **config}), [shape] * num_ranks
+            SchedulerConfig(**{"max_batch_tokens": 2048, "prefill_chunk": 512, **config}),
+            [shape] * num_ranks,
+            drafts=[drafts() for _ in range(num_ranks)],
         )
         self.runners = [
-            FakeRunner(fake_config(shape, rank, num_ranks, VOCAB_SIZE, window)) for rank in range(num_ranks)
+            FakeRunner(fake_config(shape, rank, num_ranks, VOCAB_SIZE, window, drafts().longest))
+            for rank in range(num_ranks)
         ]
         self.depth = depth
         self.in_flight: deque[tuple[Step, list[StepResult]]] = deque()
         self.now = 0.0
         self.requests: list[Request] = []
+        self.emissions: list[Emission] = []
 
     def add(
         self,
@@ -53,6 +63,7 @@ class Bench:
         *,
         n: int = 1,
         sampling: SlotSampling | None = None,
+        stop_ids: frozenset[int] = frozenset(),
         **options: Any,
     ) -> Request:
         request = Request(
@@ -62,7 +73,7 @@ class Bench:
             if n > 1
             else [sampling or SlotSampling()],
             max_length=len(prompt) + num_new,
-            stop_ids=frozenset(),
+            stop_ids=stop_ids,
             arrival_s=self.now,
             **options,
         )
@@ -84,7 +95,7 @@ class Bench:
         for _ in range(count):
             self.send()
             if self.in_flight:
-                self.scheduler.apply(*self.in_flight.popleft(), self.now)
+                self.emissions += self.scheduler.apply(*self.in_flight.popleft(), self.now)
             self.now += 1.0
             self.scheduler.check_integrity()
 
@@ -108,7 +119,7 @@ class Bench:
                     request.prompt,
                     request.sampling[seq.sample_index],
                     request.max_length,
-                    frozenset(),
+                    request.stop_ids,
                     VOCAB_SIZE,
                     self.window,
                 )

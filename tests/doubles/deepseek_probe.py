@@ -51,6 +51,7 @@ class Probe:
         options = ModelOptions(
             block_size=BLOCK_SIZE,
             keep_tokens=None,
+            num_drafts=0,
             quantizes_activations=False,
             quantizes_caches=quantizes,
             cache_format="float32",

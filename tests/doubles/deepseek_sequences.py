@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,10 +20,29 @@ from deepinfer_workers.models.deepseek.loading import load_deepseek
 from deepinfer_workers.models.model import ModelOptions, Step
 from deepinfer_workers.safetensors_folder import SafetensorsFolder
 
-EXACT = ModelOptions()
-"""Everything as released, but for truncation."""
-PLAIN = ModelOptions(quantizes_activations=False, quantizes_caches=False)
+EXACT = ModelOptions(num_drafts=0)
+"""Everything as released, but for truncation and drafts."""
+PLAIN = EXACT._replace(quantizes_activations=False, quantizes_caches=False)
+DRAFTING = EXACT._replace(num_drafts=-1)
+"""With the draft stages. `tiny_v41()` and `tiny_v4()` have some."""
 NO_INTS = np.empty(0, np.int64)
+
+
+class Drafted(NamedTuple):
+    """One block."""
+
+    hidden: Tensor
+    """[block, C]"""
+    logits: Tensor
+    """[block, V]"""
+    confidences: Tensor
+    """[block]"""
+    tokens: Tensor
+    """[block]"""
+
+    def equals(self, other: Drafted) -> bool:
+        """To the bit."""
+        return all(torch.equal(mine, its) for mine, its in zip(self, other, strict=True))
 
 
 class Sequences:
@@ -132,6 +152,28 @@ class Sequences:
         for slot, count in pieces:
             self.lengths[slot] += count
         return list(self.model.logits(hidden).cpu().split(counts.tolist()))
+
+    @torch.inference_mode()
+    def draft(self, *anchors: tuple[int, int]) -> list[Drafted]:
+        """What is drafted behind each (slot, newest token), whose positions before are computed.
+
+        Every draft is the likeliest.
+        """
+        drafter = self.model.drafter
+        assert drafter is not None
+        slots = np.array([slot for slot, _ in anchors], np.int64)
+        device = self.known.device
+        positions = torch.tensor([self.lengths[slot] for slot in slots.tolist()], device=device)
+        previous = torch.tensor([token for _, token in anchors], device=device)
+        hidden = drafter.hidden(slots, positions, previous)
+        logits, confidences, tokens = [], [], []
+        for place in range(drafter.block_size):
+            logits.append(drafter.logits(hidden[:, place], previous))
+            confidences.append(drafter.confidences(hidden[:, place], previous))
+            previous = logits[-1].argmax(-1)
+            tokens.append(previous)
+        columns = (hidden, *(torch.stack(parts, 1) for parts in (logits, confidences, tokens)))
+        return [Drafted(*(column[row].cpu() for column in columns)) for row in range(len(slots))]
 
     def full(self, slot: int, tokens: Sequence[int]) -> Tensor:
         """Logits [tokens, V] of one forward over the whole sequence, alone."""

@@ -31,6 +31,7 @@ class Row(NamedTuple):
     slot: int
     num_positions: int
     flags: int = int(RowFlag.SAMPLE)
+    most_drafts: int = 0
 
 
 def no_masks() -> NoReturn:
@@ -42,6 +43,10 @@ def plan(
     admits: Sequence[SlotAdmit] = (),
     appends: Sequence[tuple[int, int]] = (),
     retired: Sequence[int] = (),
+    *,
+    most_drafts: Sequence[int] = (),
+    verify_budget: int = 0,
+    num_drafts: int = 0,
 ) -> StepPlan:
     """A plan of `rows` (slot, generation, positions, flags)."""
     return StepPlan(
@@ -53,6 +58,9 @@ def plan(
         admits=list(admits),
         appends=pack_int32([pair[0] for pair in appends] + [pair[1] for pair in appends]),
         rows=pack_int32([row[column] for column in range(4) for row in rows]),
+        most_drafts=pack_int32(list(most_drafts)),
+        verify_budget=verify_budget,
+        num_drafts=num_drafts,
     )
 
 
@@ -82,7 +90,8 @@ class Driver:
         self._free = list(range(self.ready.num_blocks))
         self._blocks: dict[int, list[int]] = {}
         self._generations: dict[int, int] = {}
-        self._lengths: dict[int, int] = {}
+        self.lengths: dict[int, int] = {}
+        """By slot; whoever runs plans of his own keeps them up himself."""
         self._admits: list[SlotAdmit] = []
         self._retired: list[int] = []
 
@@ -91,7 +100,7 @@ class Driver:
 
     def admit(self, slot: int, tokens: Sequence[int], sampling: SlotSampling = GREEDY) -> None:
         self.generation += 1
-        self._generations[slot], self._lengths[slot], self._blocks[slot] = self.generation, 0, []
+        self._generations[slot], self.lengths[slot], self._blocks[slot] = self.generation, 0, []
         self._admits.append(admit(slot, tokens, [], generation=self.generation, sampling=sampling))
 
     def retire(self, slot: int) -> None:
@@ -99,19 +108,37 @@ class Driver:
         self._free = self._blocks.pop(slot) + self._free
         self._retired.append(slot)
 
-    def step(self, *rows: Row, masks: MaskBatch | None = None) -> StepOutput:
+    def step(
+        self, *rows: Row, masks: MaskBatch | None = None, verify_budget: int | None = None, num_drafts: int = 0
+    ) -> StepOutput:
+        """`verify_budget` is as many as the rows may verify, unless given."""
+        most_drafts = [row.most_drafts for row in rows]
+        budget = sum(most_drafts) if verify_budget is None else verify_budget
+        output = self.run(self.plan(*rows, verify_budget=budget, num_drafts=num_drafts), masks)
+        if not rows:
+            return output
+        _, _, lengths, num_tokens = split_columns(output.rows, 4)
+        for row, length, count in zip(rows, lengths, num_tokens, strict=True):
+            assert length == self.lengths[row.slot] + row.num_positions + max(count - 1, 0)
+            self.lengths[row.slot] = length
+        return output
+
+    def plan(self, *rows: Row, verify_budget: int = 0, num_drafts: int = 0) -> StepPlan:
+        """Of a step whose rows begin at `lengths`, with blocks for all drafts."""
         appends: list[tuple[int, int]] = []
         for row in rows:
-            self._lengths[row.slot] += row.num_positions
-            while len(self._blocks[row.slot]) * self.ready.block_size < self._lengths[row.slot]:
+            end = self.lengths[row.slot] + row.num_positions + row.most_drafts
+            while len(self._blocks[row.slot]) * self.ready.block_size < end:
                 self._blocks[row.slot].append(self._free.pop(0))
                 appends.append((row.slot, self._blocks[row.slot][-1]))
         columns = [(row.slot, self._generations[row.slot], row.num_positions, int(row.flags)) for row in rows]
-        step = plan(columns, self._admits, appends, self._retired)
+        most_drafts = [row.most_drafts for row in rows]
+        step = plan(
+            columns, self._admits, appends, self._retired,
+            most_drafts=most_drafts if any(most_drafts) else [], verify_budget=verify_budget, num_drafts=num_drafts,
+        )  # fmt: skip
         self._admits, self._retired = [], []
-        output = self.run(step, masks)
-        assert list(split_columns(output.rows, 4)[2]) == [self._lengths[row.slot] for row in rows]
-        return output
+        return step
 
     def run(self, step: StepPlan, masks: MaskBatch | None = None) -> StepOutput:
         built = self.runner.build(step)
@@ -130,7 +157,13 @@ class Driver:
         self, slot: int, tokens: Sequence[int], num_new: int, chunk: int = 4096, **params: object
     ) -> list[int]:
         """A sequence alone in its steps, from admission to retirement."""
-        self.admit(slot, tokens, SlotSampling(**params))  # type: ignore[arg-type]
+        return self.generate_with(tokens, num_new, SlotSampling(**params), slot, chunk)  # type: ignore[arg-type]
+
+    def generate_with(
+        self, tokens: Sequence[int], num_new: int, sampling: SlotSampling, slot: int = 0, chunk: int = 4096
+    ) -> list[int]:
+        """`generate`, as `sampling` says."""
+        self.admit(slot, tokens, sampling)
         out = [self.prefill(slot, len(tokens), chunk)]
         while len(out) < num_new:
             out += unpack_int32(self.step(Row(slot, 1)).tokens)

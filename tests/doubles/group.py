@@ -29,7 +29,7 @@ def no_masks() -> MaskBatch:
 
 
 def fake_config(
-    shape: CacheShape, rank: int = 0, num_ranks: int = 1, vocab_size: int = 97, window: int = 0
+    shape: CacheShape, rank: int = 0, num_ranks: int = 1, vocab_size: int = 97, window: int = 0, num_drafts: int = 0
 ) -> WorkerConfig:
     return worker_config(
         rank=rank,
@@ -39,6 +39,7 @@ def fake_config(
         num_blocks=shape.num_blocks,
         fake_vocab_size=vocab_size,
         fake_replay_tokens=window,
+        fake_num_drafts=num_drafts,
     )
 
 
@@ -93,11 +94,12 @@ class SimulatedGroup:
         seed: int,
         vocab_size: int = 97,
         window: int = 0,
+        num_drafts: int = 0,
     ) -> None:
         self._clock = clock
         self._random = random.Random(seed)
         self.runners = [
-            FakeRunner(fake_config(shape, rank, num_ranks, vocab_size, window)) for rank in range(num_ranks)
+            FakeRunner(fake_config(shape, rank, num_ranks, vocab_size, window, num_drafts)) for rank in range(num_ranks)
         ]
         self._guards = [FenceGuard(shape.block_size) for _ in range(num_ranks)]
         self._free_s = [0.0] * num_ranks

@@ -28,9 +28,11 @@ with warnings.catch_warnings():  # its imports warn of their own uses of torch
     warnings.simplefilter("ignore")
     from nemo_automodel.components.models.common import BackendConfig
     from nemo_automodel.components.models.deepseek_v41 import attention as nemo_attention
+    from nemo_automodel.components.models.deepseek_v41 import dspark as nemo_dspark
     from nemo_automodel.components.models.deepseek_v41.attention import DeepseekV41AttentionState as State
     from nemo_automodel.components.models.deepseek_v41.config import DeepseekV41Config
     from nemo_automodel.components.models.deepseek_v41.model import DeepseekV41ForCausalLM
+    from nemo_automodel.components.models.deepseek_v41.state_dict_adapter import DeepseekV41DSparkStateDictAdapter
     from transformers import PreTrainedTokenizerFast
 
 VOCAB_SIZE: Final = 256
@@ -260,6 +262,81 @@ class NemoV41:
         return {"position_ids": positions, "image_mask": is_image, "engram_hash_ids": rows}
 
 
+class OracleDrafts(NamedTuple):
+    """One block."""
+
+    hidden: torch.Tensor
+    """[block, hidden]: before the last norm."""
+    logits: torch.Tensor
+    """[block, vocab]: with what the token before says."""
+    confidences: torch.Tensor
+    """[block]"""
+
+
+class NemoDrafts(NemoV41):
+    """The oracle with NeMo's trainable draft backbone behind it, also at random. Its checkpoints have the stages."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        text = self.config["text_config"]
+        num_stages = 3
+        text["num_nextn_predict_layers"] = num_stages
+        text["compress_ratios"] = [*text["compress_ratios"], *[0] * num_stages]
+        backend = self.model.backend
+        parsed = DeepseekV41Config({**text, "dtype": "float32"}, self.config["vision_config"], dtype="float32")
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            warnings.simplefilter("ignore")
+            torch.manual_seed(1000 + seed)
+            self.drafter = nemo_dspark.DeepseekV41DSparkBackbone(parsed.text_config, backend)
+            self.drafter.initialize_weights(torch.device("cpu"))
+            _randomize(self.drafter)
+        self.drafter.eval()
+        self._adapter = DeepseekV41DSparkStateDictAdapter(
+            parsed.text_config, self.drafter.moe_config, backend, dtype=torch.float32
+        )
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        exported = self._adapter.to_hf(self.drafter.state_dict())
+        return super().tensors() | {name: tensor.detach().clone().contiguous() for name, tensor in exported.items()}
+
+    @torch.no_grad()
+    def draft(
+        self, ids: Sequence[int], anchor: int, drafted: Sequence[int], order: Sequence[int] = (0, 1, 2)
+    ) -> OracleDrafts:
+        """The block of `anchor` behind `ids`, whose places follow `anchor` and `drafted`; taps in `order`.
+
+        The confidence is put together from the oracle's parts: its trainer reads what is behind the norm.
+        """
+        text, drafter = self.config["text_config"], self.drafter
+        trace = self.trace(ids)
+        targets = text["dspark_target_layer_ids"]
+        taps = [self._tap(trace.layers[targets[i]], targets[i], ids) for i in order]
+        block = torch.tensor([[anchor, *[text["dspark_noise_token_id"]] * (text["dspark_block_size"] - 1)]])
+        anchors = torch.tensor([[len(ids)]])
+        previous = torch.tensor([[anchor, *drafted[:-1]]])
+        given: list[torch.Tensor] = []
+        last = drafter.mtp[-1]
+        handle = last.norm.register_forward_hook(lambda norm, args, made: given.append(args[0]))
+        keep = torch.ones(1, 1, dtype=torch.bool)
+        with _quantization(False, []):
+            made = drafter(
+                self.model.model.embed_tokens(block),
+                torch.cat(taps, -1)[None],
+                position_ids=drafter.build_position_ids(anchors, len(ids)),
+                attention_mask=drafter.build_attention_mask(anchors, keep, len(ids), torch.float32),
+                previous_token_ids=previous,
+            )
+        handle.remove()
+        base = self.model.lm_head(made.normalized_hidden_states.float())
+        confidence = last.confidence_head(given[0], last.markov_head.embed(previous))
+        return OracleDrafts(given[0][0], (base + made.transition_logits)[0], confidence.sigmoid()[0])
+
+    def _tap(self, layer: Layer, index: int, ids: Sequence[int]) -> torch.Tensor:
+        """[tokens, hidden] of a target layer's streams. None of the targets has an Engram, which would come first."""
+        assert index not in self.config["text_config"]["engram_layer_ids"]
+        return layer.streams.mean(1)
+
+
 def _build(config: Mapping[str, Any]) -> Any:
     text, dtype = {**config["text_config"], "dtype": config["dtype"]}, config["dtype"]
     vision = config["vision_config"]
@@ -309,6 +386,7 @@ def _quantization(on: bool, cached: list[Cached]) -> Iterator[None]:
         torch.no_grad(),
         torch.compiler.set_stance("force_eager"),  # its activation is compiled, which takes a minute
         mock.patch.object(nemo_attention, "quantize_cache", quantize),
+        mock.patch.object(nemo_dspark, "quantize_cache", quantize),
     ):
         yield
 

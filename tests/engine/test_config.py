@@ -41,6 +41,15 @@ def test_what_approximates_and_what_is_rounded_is_set_by_the_names_of_the_model_
     assert (config.cache_format, config.quantize_activations, config.quantize_cache) == ("packed", False, False)
 
 
+def test_drafts_are_set_by_the_names_of_the_model_s_makers(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = resolve_config({})
+    assert (config.num_drafts, config.scheduled_drafts, config.cost_table) == (-1, False, "")
+    for name, text in (("USE_NEXTN_DECODE", "3"), ("ENABLE_MTP_VARLEN", "1"), ("COST_TABLE", "costs.json")):
+        monkeypatch.setenv(f"DEEPINFER_{name}", text)
+    config = resolve_config({})
+    assert (config.num_drafts, config.scheduled_drafts, config.cost_table) == (3, True, "costs.json")
+
+
 @pytest.mark.parametrize(
     ("settings", "has_bounded"),
     [
@@ -75,6 +84,9 @@ def test_an_empty_variable_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None
         ("DEEPINFER_SLOW_CONSUMER_S", "-1", "DEEPINFER_SLOW_CONSUMER_S"),
         ("DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE", "on", "known: compact, off"),
         ("DEEPINFER_YOCO_PREFILL_KEEP_TOKENS", "0", "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS: '0': Expected `int` >= 1"),
+        ("DEEPINFER_USE_NEXTN_DECODE", "65", "DEEPINFER_USE_NEXTN_DECODE: '65': Expected `int` <= 64"),
+        ("DEEPINFER_USE_NEXTN_DECODE", "-2", "DEEPINFER_USE_NEXTN_DECODE: '-2': Expected `int` >= -1"),
+        ("DEEPINFER_ENABLE_MTP_VARLEN", "maybe", "DEEPINFER_ENABLE_MTP_VARLEN: 'maybe'"),
         ("DEEPINFER_PREFIX_HITS", "approximate", "known: bounded, exact"),
         ("DEEPINFER_CACHE_FORMAT", "fp8", "known: auto, packed, bfloat16, float32"),
         ("DEEPINFER_QUANTIZE_CACHE", "maybe", "DEEPINFER_QUANTIZE_CACHE: 'maybe'"),

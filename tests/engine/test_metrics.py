@@ -53,7 +53,7 @@ class Driven:
             pass
 
     def read(self) -> dict[str, Metric]:
-        return self.metrics.snapshot(self.scheduler.stats())
+        return self.metrics.snapshot(self.scheduler.stats(), self.scheduler.drafts)
 
     def value(self, name: str) -> float:
         return self.read()[name].value

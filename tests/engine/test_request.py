@@ -94,6 +94,42 @@ def test_pending_tokens_are_those_of_steps_in_flight() -> None:
     assert seq.num_pending == 0
 
 
+# ---- what is known of drafts
+
+
+def decoding(num_tokens: int) -> Sequence:
+    seq = in_state(State.DECODE)
+    seq.tokens = array("i", range(num_tokens))
+    seq.num_planned = num_tokens - 1
+    return seq
+
+
+def test_a_budget_is_never_chosen_by_what_is_said_of_the_drafts_that_it_is_for() -> None:
+    seq = decoding(8)
+    seq.older_survivals, seq.survivals = bytes([90, 80, 70]), bytes([200, 100, 50])
+    assert seq.foresee(3) == bytes([90, 80, 70])  # nothing in flight: the newest are of these drafts
+    seq.num_planned += 1
+    assert seq.foresee(3) == bytes([200, 100, 50])  # the row in flight will make these drafts
+    seq.num_planned += 3
+    assert seq.foresee(2) == bytes([200, 100])
+
+
+@pytest.mark.parametrize("known", [b"", bytes([9])])
+def test_what_is_not_known_of_drafts_counts_as_certain(known: bytes) -> None:
+    seq = decoding(8)
+    seq.older_survivals, seq.survivals = known, bytes([1, 1, 1])
+    assert seq.foresee(3) == (known + b"\xff\xff\xff")[:3]
+
+
+def test_a_slot_that_is_given_up_takes_what_was_known_along() -> None:
+    seq = decoding(8)
+    seq.older_survivals = seq.survivals = bytes([1])
+    seq.num_unsure = seq.num_drafts = seq.num_computed = 2
+    seq.forget_slot()
+    assert (seq.lowest_length, seq.num_computed, seq.num_drafts) == (0, 0, 0)
+    assert seq.foresee(1) == b"\xff"
+
+
 # ---- keys of prefix blocks
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 
 import msgspec
 import pytest
 
+from deepinfer.budget import DraftPlan, FixedDrafts
 from deepinfer.errors import DuplicateRequestId, Overloaded, WorkerLost
 from deepinfer.request import Request, State
 from deepinfer.scheduler import Scheduler
-from deepinfer_protocol import LogitShaping, SlotSampling, StepResult, pack_int32, unpack_int32
-from doubles.bench import Bench
+from deepinfer_protocol import LogitShaping, SlotSampling, StepPlan, StepResult, pack_int32, split_columns, unpack_int32
+from doubles.bench import VOCAB_SIZE, Bench
+from doubles.oracle import completion
 
 # ---- who runs when
 
@@ -328,9 +331,9 @@ def test_what_has_ended_is_not_kept_for_a_late_deadline_or_a_place_in_the_queue(
 # ---- wrong answers, wrong books
 
 
-def changed(result: StepResult, row: int, column: int) -> StepResult:
+def changed(result: StepResult, row: int, column: int, change: int = 1) -> StepResult:
     rows = unpack_int32(result.rows)
-    rows[column * len(rows) // 4 + row] += 1
+    rows[column * len(rows) // 4 + row] += change
     return msgspec.structs.replace(result, rows=pack_int32(rows))
 
 
@@ -388,3 +391,226 @@ def test_corrupt_books_are_found(corrupt: Callable[[Scheduler], None]) -> None:
     corrupt(bench.scheduler)
     with pytest.raises(AssertionError):
         bench.scheduler.check_integrity()
+
+
+# ---- drafts
+
+
+class Recorded(FixedDrafts):
+    """Verifies all it may, and keeps what it was told."""
+
+    def __init__(self, longest: int) -> None:
+        super().__init__(longest)
+        self.told: list[tuple[list[bytes], int, int, int]] = []
+
+    def plan(self, survivals: list[bytes], num_rows: int, num_other: int, room: int) -> DraftPlan:
+        self.told.append((survivals, num_rows, num_other, room))
+        return super().plan(survivals, num_rows, num_other, room)
+
+
+class Chosen(FixedDrafts):
+    """Plans what it is told to."""
+
+    def __init__(self, longest: int, plans: list[DraftPlan]) -> None:
+        super().__init__(longest)
+        self._plans = cycle(plans)
+
+    def plan(self, survivals: list[bytes], num_rows: int, num_other: int, room: int) -> DraftPlan:
+        return next(self._plans)
+
+
+def fixed(longest: int) -> Callable[[], FixedDrafts]:
+    return lambda: FixedDrafts(longest)
+
+
+def plans_of(bench: Bench) -> list[StepPlan]:
+    """Runs to the end."""
+    plans: list[StepPlan] = []
+    while bench.scheduler.requests or bench.in_flight:
+        before = len(bench.in_flight)
+        bench.send()
+        plans += [step.ranks[0].plan for step, _ in list(bench.in_flight)[before:]]
+        bench.step()
+    return plans
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("longest", range(1, 6))
+def test_a_length_that_ends_within_a_row_is_met_exactly(longest: int, depth: int) -> None:
+    bench = Bench(depth=depth, slots=24, drafts=fixed(longest))
+    requests = [bench.add([num_new, 1, 2], num_new) for num_new in range(1, 25)]
+    num_steps = bench.run()
+    assert [request.samples[0].num_output for request in requests] == list(range(1, 25))
+    assert num_steps < 24 + depth - 1
+    assert bench.scheduler.drafts.num_accepted > 50
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_a_row_brings_behind_a_stop_token_is_dropped(depth: int) -> None:
+    num_cut = 0
+    for prompt in range(40):
+        wanted, _ = completion([prompt, 1], SlotSampling(), 12, frozenset(), VOCAB_SIZE)
+        bench = Bench(depth=depth, drafts=fixed(5))
+        request = bench.add([prompt, 1], 10, stop_ids=frozenset([wanted[4]]))
+        while bench.scheduler.requests or bench.in_flight:
+            bench.send()
+            _, results = bench.in_flight[0]
+            num_before = len(bench.emissions)
+            bench.step()
+            num_cut += 0 < len(bench.emissions) - num_before < len(results[0].tokens) // 4
+        end = wanted.index(wanted[4]) + 1
+        assert [token for _, token, _, _ in bench.emissions] == wanted[:end]
+        assert [reason for *_, reason, _ in bench.emissions] == [None] * (end - 1) + ["stop"]
+        assert list(request.samples[0].tokens[2:]) == wanted[:end]
+    assert num_cut > 5
+
+
+def test_a_stop_token_before_the_minimum_length_ends_nothing() -> None:
+    wanted, _ = completion([3, 1], SlotSampling(), 12, frozenset(), VOCAB_SIZE)
+    bench = Bench(drafts=fixed(5))
+    request = bench.add([3, 1], 10, stop_ids=frozenset(wanted), sampling=SlotSampling(min_length=9))
+    bench.run()
+    assert list(request.samples[0].tokens[2:]) == wanted[:8]
+
+
+def test_samples_of_one_prompt_draft_each_for_itself() -> None:
+    bench = Bench(drafts=fixed(4))
+    request = bench.add(list(range(9)), 12, n=4)
+    bench.run()
+    assert len({tuple(seq.tokens) for seq in request.samples}) == 4
+    assert 0 < request.drafts.num_accepted == bench.scheduler.drafts.num_accepted < request.drafts.num_verified
+
+
+@pytest.mark.parametrize("num_steps", range(2, 8))
+def test_an_end_while_drafts_are_in_flight_gives_everything_back(num_steps: int) -> None:
+    bench = Bench(slots=2, drafts=fixed(5))
+    gone, stays = bench.add([1, 2, 3], 40), bench.add([4, 5, 6], 40)
+    bench.step(num_steps)
+    bench.send()
+    known = list(gone.samples[0].tokens)
+    bench.scheduler.finish_request(gone, "abort", bench.now)
+    bench.scheduler.check_integrity()
+    late = bench.add([7, 8], 9)
+    bench.run()
+    assert list(gone.samples[0].tokens) == known
+    assert (stays.samples[0].num_output, late.samples[0].num_output) == (40, 9)
+
+
+def test_a_slot_that_is_taken_while_drafts_are_in_flight_brings_its_tokens_first() -> None:
+    for num_steps in range(2, 8):
+        bench = Bench(slots=1, drafts=fixed(5))
+        low = bench.add([1, 2, 3], 30, priority=1)
+        bench.step(num_steps)
+        bench.add([9], 8)
+        bench.run()
+        assert low.num_preemptions == 1
+
+
+def test_a_paused_reader_leaves_its_drafts_where_they_are() -> None:
+    bench = Bench(drafts=fixed(5))
+    paused, other = bench.add([1, 2, 3], 30), bench.add([4, 5, 6], 30)
+    bench.step(4)
+    bench.scheduler.pause(paused)
+    bench.step(3)
+    known = len(paused.samples[0].tokens)
+    bench.step(2)
+    assert len(paused.samples[0].tokens) == known
+    bench.scheduler.resume(paused)
+    bench.run()
+    assert other.samples[0].num_output == 30
+
+
+def test_drafts_and_prompts_share_what_decoding_leaves() -> None:
+    bench = Bench(max_batch_tokens=32, prefill_chunk=64, drafts=fixed(5), blocks=1024)
+    for index in range(6):
+        bench.add([index, 1], 60)
+    bench.step(4)
+    bench.add([index % 97 for index in range(500)], 2)
+    num_shared = 0
+    for plan in plans_of(bench):
+        _, _, positions, _ = split_columns(plan.rows, 4)
+        num_prompt = sum(count for count in positions if count > 1)
+        assert sum(positions) + plan.verify_budget == plan.padded_positions <= 32
+        if num_prompt > 6 and plan.verify_budget:
+            num_shared += 1
+            half = (32 - positions.count(1)) // 2
+            assert num_prompt >= half and plan.verify_budget >= min(sum(unpack_int32(plan.most_drafts)), half)
+    assert num_shared > 10
+    bench.run()
+
+
+def test_drafts_take_no_block_that_others_will_need_soon() -> None:
+    bench = Bench(blocks=12, drafts=fixed(5))
+    for index in range(3):
+        bench.add([index] * 4, 8)  # three blocks each, at the end
+    bench.run()
+    assert bench.scheduler.stats().num_preempted == 0
+
+
+def test_a_policy_hears_of_rows_prompts_and_room() -> None:
+    policy = Recorded(3)
+    bench = Bench(depth=1, max_batch_tokens=64, prefill_chunk=8, drafts=lambda: policy)
+    bench.add([1, 2], 30)
+    bench.step(2)
+    bench.add(list(range(20)), 3)
+    bench.step(1)
+    assert policy.told[0] == ([], 0, 2, 62)
+    assert policy.told[1] == ([b"\xff" * 3], 1, 0, 63)
+    assert policy.told[2][1:] == (1, 8, 55)
+    assert policy.told[2][0] != [b"\xff" * 3]  # what was said of the drafts before
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_any_budget_and_any_length_of_drafts_give_the_same_tokens(depth: int) -> None:
+    plans = [DraftPlan(budget, num_drafts) for num_drafts in (0, 1, 3, 5, 5) for budget in (0, 1, 4, 9, 99)]
+    for start in range(len(plans)):
+        bench = Bench(depth=depth, slots=5, drafts=lambda: Chosen(5, plans[start:] + plans[:start]))  # noqa: B023
+        for index in range(7):
+            bench.add([index, start], 20)
+        bench.run()
+
+
+def test_without_drafts_a_plan_says_nothing_of_them() -> None:
+    bench = Bench()
+    bench.add([1, 2, 3], 9)
+    plans = plans_of(bench)
+    assert {(plan.most_drafts, plan.verify_budget, plan.num_drafts) for plan in plans} == {(b"", 0, 0)}
+    assert bench.scheduler.drafts.num_verified == 0
+
+
+def spoiled(column: str, row: int, change: int) -> Callable[[StepResult], StepResult]:
+    """A result whose `column` says something else of a row; a token more or less comes along."""
+
+    def spoil(result: StepResult) -> StepResult:
+        if column == "verified":
+            verified = unpack_int32(result.num_verified)
+            verified[row] += change
+            return msgspec.structs.replace(result, num_verified=pack_int32(verified))
+        return changed(result, row, {"length": 2, "tokens": 3}[column], change)
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("spoil", "word"),
+    [
+        (spoiled("length", 1, 1), r"row 1: the worker's state has drifted: length \d+ expected, \d+ came"),
+        (spoiled("tokens", 1, 9), r"row 1: the worker's state has drifted: 1 to 4 tokens expected, 1\d came"),
+        (spoiled("tokens", 0, -9), r"row 0: the worker's state has drifted: 1 to 4 tokens expected, -\d came"),
+        (spoiled("verified", 0, 1), "10 drafts were verified, 9 were planned"),
+        (spoiled("verified", 0, -3), r"row 0: the worker's state has drifted: 1 to 1 tokens expected, \d came"),
+        (lambda result: msgspec.structs.replace(result, num_verified=b"\0" * 8), "drafts of 2 rows were verified, 3"),
+        (lambda result: msgspec.structs.replace(result, survivals=b"1"), "3 drafts of 3 rows were due, 1 survivals"),
+        (lambda result: changed(result, 2, 1), r"row 2: the worker's state has drifted: generation 1 expected, 2 came"),
+    ],
+)
+def test_what_drafts_cannot_bring_is_a_lost_worker(spoil: Callable[[StepResult], StepResult], word: str) -> None:
+    bench = Bench(depth=1, drafts=fixed(3))
+    for index in range(3):
+        bench.add([index, index], 30)
+    while not bench.in_flight or min(split_columns(bench.in_flight[0][1][0].rows, 4)[3]) < 2:
+        bench.step()
+        bench.send()
+    step, results = bench.in_flight.popleft()
+    with pytest.raises(WorkerLost, match=word):
+        bench.scheduler.apply(step, [spoil(results[0])], 0.0)

@@ -6,23 +6,30 @@ import itertools
 import random
 from array import array
 from math import inf
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import pytest
 from msgspec.structs import replace
 
+from deepinfer.budget import DraftPlan, DraftPolicy, FixedDrafts, NoDrafts, ScheduledDrafts
 from deepinfer.core import CoreConfig, EngineCore
+from deepinfer.costs import CostTable
+from deepinfer.draft_counts import DraftCounts
+from deepinfer.observer import Observers, StepReport
+from deepinfer.output import OutputText
 from deepinfer.rank import CacheShape
 from deepinfer.request import Request
 from deepinfer.scheduler import Scheduler, SchedulerConfig
+from deepinfer.stops import StopMatcher
 from deepinfer.stream import Mailbox, TokenChunk
-from deepinfer_protocol import LogitShaping, SlotSampling, pack_float32, pack_int32
+from deepinfer_protocol import LogitShaping, SlotSampling, StepCosts, pack_float32, pack_int32
 from doubles.clock import VirtualClock
 from doubles.group import SimulatedGroup, with_window
 from doubles.oracle import completion
 from doubles.published import Published, check_published
 
 VOCAB_SIZE = 97
+Drafting = Literal["fixed", "scheduled", "random"]
 WHOLE = 1 << 20
 
 
@@ -36,6 +43,9 @@ class Case(NamedTuple):
     num_ranks: int
     window: int = 0
     """What slots keep for themselves; hits are exact."""
+    longest_draft: int = 0
+    drafting: Drafting = "fixed"
+    """What is verified, and made: all, by a table of costs, or anything."""
 
 
 AXES = list(
@@ -46,6 +56,19 @@ AXES = list(
         ),
     )
 )
+
+
+class RandomDrafts(FixedDrafts):
+    """Any budget, and any length of drafts."""
+
+    def __init__(self, longest: int, seed: int) -> None:
+        super().__init__(longest)
+        self._random = random.Random(seed)
+
+    def plan(self, survivals: list[bytes], num_rows: int, num_other: int, room: int) -> DraftPlan:
+        everything = super().plan(survivals, num_rows, num_other, room).verify_budget
+        num_drafts = self._random.choice((0, self.longest, self._random.randint(0, self.longest)))
+        return DraftPlan(self._random.randint(0, everything), num_drafts)
 
 
 class Simulation:
@@ -62,8 +85,11 @@ class Simulation:
             prefill_chunk=case.chunk,
             prefix_cache=case.prefix_cache,
         )
-        self.scheduler = Scheduler(config, [shape] * case.num_ranks)
-        self.group = SimulatedGroup(self.clock, shape, case.num_ranks, seed, VOCAB_SIZE, case.window)
+        policies = [self._policy() for _ in range(case.num_ranks)]
+        self.scheduler = Scheduler(config, [shape] * case.num_ranks, drafts=policies)
+        self.group = SimulatedGroup(
+            self.clock, shape, case.num_ranks, seed, VOCAB_SIZE, case.window, case.longest_draft
+        )
         self.core = EngineCore(self.scheduler, self.group, self.clock, CoreConfig(overlap=case.overlap))
         self.requests: list[Request] = []
         self.chunks: dict[str, list[TokenChunk]] = {}
@@ -75,6 +101,22 @@ class Simulation:
         if self.case.batch == 1:
             return CacheShape(num_slots=1, num_blocks=1024, block_size=self.block_size)
         return CacheShape(num_slots=24, num_blocks=160 // self.block_size, block_size=self.block_size)
+
+    def _policy(self) -> DraftPolicy:
+        """Scheduled: a step takes a little, and then more with every 8 positions."""
+        longest = self.case.longest_draft
+        if not longest:
+            return NoDrafts()
+        if self.case.drafting == "fixed":
+            return FixedDrafts(longest)
+        if self.case.drafting == "random":
+            return RandomDrafts(longest, self.random.randrange(1 << 32))
+        sizes = list(range(8, 512, 8))
+        forward_us = [100.0 + self.random.choice((0.5, 5.0, 50.0)) * size for size in sizes]
+        costs = StepCosts(
+            pack_int32(sizes), pack_float32(sorted(forward_us)), pack_int32([1, 24]), pack_float32([1.0, 40.0])
+        )
+        return ScheduledDrafts(longest, CostTable.of(costs))
 
     def request(self, *, priority: int = 0, n: int = 1) -> Request:
         rand = self.random
@@ -233,6 +275,94 @@ def check_bounded(case: Case, seed: int) -> Published:
         assert all(reason in ("stop", "length") for _, reason in outputs)
         simulation.check_prompt_logprobs(request)
     return simulation.check_published()
+
+
+DRAFTING: Final[tuple[Drafting, ...]] = ("fixed", "scheduled", "random")
+DRAFTED: Final = [
+    case._replace(longest_draft=1 + index % 5, drafting=drafting, window=(0, 0, 2, 5)[index % 4])
+    for index, case in enumerate(AXES)
+    for drafting in DRAFTING
+]
+"""768 points."""
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_every_schedule_gives_the_same_tokens_with_drafts(part: int) -> None:
+    num_preempted = sum(check(case, seed=6_000_000 + index) for index, case in enumerate(DRAFTED[part::8]))
+    assert num_preempted > 10, "the preempted cases hardly preempt"
+
+
+@pytest.mark.parametrize("drafting", DRAFTING)
+def test_drafts_are_accepted_and_rejected_and_hang_on_their_budget(drafting: Drafting) -> None:
+    counts = DraftCounts()
+    for index, case in enumerate(DRAFTED):
+        if case.drafting == drafting and case.batch == 16 and index % 5 == 0:
+            simulation = simulate(case, seed=index)
+            counts.merge(simulation.scheduler.drafts)
+            of_requests = DraftCounts()
+            for request in simulation.requests:
+                of_requests.merge(request.drafts)
+            assert of_requests.outcomes == simulation.scheduler.drafts.outcomes
+    assert all(times for row in counts.outcomes for times in row), "an outcome that never came"
+    assert all(place.error < 0.05 for place in counts.calibration)
+
+
+@pytest.mark.parametrize(("longest", "stop"), [(0, "ab"), (5, "ab"), (5, "b"), (3, "aab"), (5, "bbbbbbbbbb")])
+def test_what_a_row_brings_behind_a_stop_string_is_neither_told_nor_counted(longest: int, stop: str) -> None:
+    num_cut = 0
+    for seed in range(40):
+        simulation = Simulation(Case(True, WHOLE, True, 1, False, False, 1, 0, longest), seed)
+        prompt = array("i", [seed, 1, 2])
+        request = Request("r", prompt, [SlotSampling()], max_length=33, stop_ids=frozenset(), user=Mailbox(None))
+        request.samples[0].user = OutputText(Letters(), StopMatcher((stop,)))
+        ends: list[str] = []
+        reports: list[StepReport] = []
+        simulation.core.observer = Listener(ends, reports)
+        simulation.requests.append(request)
+        simulation.submit_at(0.0, request)
+        simulation.run()
+        whole, _ = completion(prompt, SlotSampling(), 33, frozenset(), VOCAB_SIZE)
+        text = "".join(map(Letters().push_one, whole))
+        end = text.find(stop)
+        wanted = whole if end < 0 else whole[: end + len(stop)]
+        assert simulation.outputs(request) == [(wanted, "length" if end < 0 else "stop")]
+        assert list(request.samples[0].tokens[3:]) == wanted
+        assert [token for report in reports for _, token, _, _ in report.emissions] == wanted
+        assert simulation.core.stats.num_tokens == len(wanted)
+        assert ends == ["length" if end < 0 else "stop"]
+        num_cut += sum(len(report.results[0].tokens) // 4 > max(len(report.emissions), 1) for report in reports)
+    assert (num_cut > 0) == (longest > 0 and len(stop) < 9)
+
+
+class Letters:
+    """A character a token."""
+
+    def push_one(self, token_id: int) -> str:
+        return "ab"[token_id % 2]
+
+    def flush(self) -> str:
+        return ""
+
+
+class Listener(Observers):
+    def __init__(self, ends: list[str], reports: list[StepReport]) -> None:
+        super().__init__(())
+        self._ends, self._reports = ends, reports
+
+    def step_done(self, report: StepReport) -> None:
+        self._reports.append(report)
+
+    def request_done(self, request: Request, reason: str, now_s: float) -> None:
+        self._ends.append(reason)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(16))
+def test_every_schedule_gives_the_same_tokens_with_drafts_at_length(part: int) -> None:
+    for index, case in enumerate(DRAFTED[part::16]):
+        for seed in range(40):
+            check(case, seed=7_000_000 + 1000 * index + seed)
 
 
 @pytest.mark.full

@@ -138,6 +138,7 @@ def test_the_defaults_hold_a_release_on_a_cpu(
         max_len=deepseek.max_len,
         block_multiple=deepseek.block_multiple,
         cache_needs=cache_needs,
+        drafter=None,
     )
     config = msgspec.structs.replace(DEFAULTS, num_slots=256, block_size=0, num_blocks=0, max_batch_positions=2048)
     ops = select_ops("cpu", batch_invariant=True)

@@ -15,7 +15,7 @@ from deepinfer_kernels import fake_index_row, select_ops
 from deepinfer_workers.models.deepseek.config import DeepseekConfig
 from deepinfer_workers.models.deepseek.formats import cache_formats
 from deepinfer_workers.models.deepseek.generator import write_model
-from deepinfer_workers.models.deepseek.moe import Gate
+from deepinfer_workers.models.deepseek.moe import Gate, Routing
 from deepinfer_workers.models.deepseek.rank_tensors import RankTensors
 from deepinfer_workers.models.deepseek.weights import DeepseekWeights
 from deepinfer_workers.safetensors_folder import SafetensorsFolder
@@ -103,7 +103,7 @@ def test_the_weight_of_a_single_expert(made: Made, tmp_path: Path) -> None:
     """V4 divides by the sum of the chosen also where that is one."""
     weights = weights_of(made(vocab_size=VOCAB, num_experts_per_tok=1), tmp_path)
     x = torch.randn(6, 128, generator=torch.Generator().manual_seed(3))
-    _, shares = Gate(weights, "layers.3.ffn.gate", 3).route(x, torch.arange(6))
+    _, shares = Gate(weights, "layers.3.ffn.gate", Routing.of_layer(weights, 3)).route(x, torch.arange(6))
     assert torch.equal(shares, torch.full((6, 1), 1.5)) == (made is tiny_v4)
 
 

@@ -195,3 +195,14 @@ def test_a_close_ends_the_thread_and_leaves_steps_to_be_launched(
     prefetcher.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("engram")]
     take(sequences, step, sources)
+
+
+def test_rows_of_prompts_move_when_rows_before_them_verify_drafts(
+    prefetcher: EngramPrefetcher, sources: list[EngramSource]
+) -> None:
+    sequences = Sequences(prefetcher)
+    take(sequences, sequences.submit([(0, 4)], {0: 4}), sources)
+    step = sequences.submit([(1, 3), (0, 1), (2, 5)], {1: 3, 2: 9})
+    sequences.batch = sequences.batch.with_drafts(np.array([0, 12, 0]), LIMITS)  # settled after the fetch has begun
+    step.settle(sequences.batch.counts, sequences.batch.num_positions)
+    assert take(sequences, step, sources).tolist() == [*range(3, 16), *range(21, 32)]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import pytest
+from msgspec.structs import replace
 
 from deepinfer.rank import CacheShape
 from deepinfer_protocol import (
@@ -20,6 +21,7 @@ from deepinfer_protocol import (
     pack_float32,
     pack_int32,
     split_columns,
+    unpack_float32,
     unpack_int32,
 )
 from deepinfer_workers.fake import FakeKV, FakeRunner
@@ -36,9 +38,10 @@ GREEDY: Final = SlotSampling()
 class Device:
     """A fake runner that is told each step in plain lists."""
 
-    def __init__(self, window: int = 0) -> None:
+    def __init__(self, window: int = 0, num_drafts: int = 0) -> None:
         shape = CacheShape(8, 64, BLOCK_SIZE, "fake")
-        self.runner = FakeRunner(fake_config(shape, vocab_size=VOCAB_SIZE, window=window))
+        config = fake_config(shape, vocab_size=VOCAB_SIZE, window=window, num_drafts=num_drafts)
+        self.runner = FakeRunner(config)
 
     def step(
         self,
@@ -47,6 +50,9 @@ class Device:
         appends: Sequence[tuple[int, int]] = (),
         retired: Sequence[int] = (),
         masks: MaskBatch | None = None,
+        most_drafts: Sequence[int] = (),
+        verify_budget: int = 0,
+        num_drafts: int = 0,
     ) -> StepOutput:
         """`rows` are (slot, generation, positions, flags); `appends` are (slot, block)."""
         plan = StepPlan(
@@ -58,6 +64,9 @@ class Device:
             admits=list(admits),
             appends=pack_int32([pair[column] for column in range(2) for pair in appends]),
             rows=pack_int32([row[column] for column in range(4) for row in rows]),
+            most_drafts=pack_int32(list(most_drafts)),
+            verify_budget=verify_budget,
+            num_drafts=num_drafts,
         )
         return self.runner.compute(self.runner.build(plan), no_masks if masks is None else lambda: masks)
 
@@ -261,6 +270,110 @@ def test_rows_below_the_floor_that_are_not_there_are_found_before_they_are_reach
     hollow = admit(1, LONG, length=1, floor=12, blocks=range(3))
     with pytest.raises(AssertionError, match=r"block 2 holds \[\]"):
         device.step((1, 1, 2, 0), admits=[hollow])
+
+
+# It drafts
+
+
+def drafting(num_slots: int, num_drafts: int, window: int = 0, sampling: SlotSampling = GREEDY) -> Device:
+    """Slots that hold a prompt of six tokens each, and have drafted behind it; blocks for 32."""
+    device = Device(window, num_drafts)
+    output = device.step(
+        *[(slot, 1, 6, SAMPLE) for slot in range(num_slots)],
+        admits=[admit(slot, [slot, *PROMPT[1:]], sampling=sampling) for slot in range(num_slots)],
+        appends=[pair for slot in range(num_slots) for pair in blocks_for(slot, 8 * slot, 32)],
+        num_drafts=num_drafts,
+    )
+    assert len(output.survivals) == num_slots * num_drafts and output.num_verified == b""
+    return device
+
+
+@pytest.mark.parametrize("window", [0, WINDOW])
+@pytest.mark.parametrize("num_drafts", [1, 2, 5])
+def test_with_drafts_it_says_what_it_says_without_and_now_and_then_more_at_once(num_drafts: int, window: int) -> None:
+    seen: set[int] = set()
+    for first in range(12):
+        device = Device(window, num_drafts)
+        prompt = [first, *PROMPT[1:]]
+        output = device.step(
+            (0, 1, 6, SAMPLE), admits=[admit(0, prompt)], appends=blocks_for(0, 0, 64), num_drafts=num_drafts
+        )
+        tokens = tokens_of(output)
+        while len(tokens) < 30:
+            output = device.step(
+                (0, 1, 1, SAMPLE), most_drafts=[num_drafts], verify_budget=num_drafts, num_drafts=num_drafts
+            )
+            _, _, lengths, counts = split_columns(output.rows, 4)
+            tokens += tokens_of(output)
+            assert counts[0] == len(tokens_of(output)) and lengths[0] == 5 + len(tokens)
+            assert list(unpack_int32(output.num_verified)) == [num_drafts]
+            seen.add(counts[0])
+        wanted, _ = completion(prompt, GREEDY, 6 + len(tokens), frozenset(), VOCAB_SIZE, window)
+        assert tokens == wanted
+    assert seen == set(range(1, num_drafts + 2))
+
+
+def test_rejected_rows_are_written_over() -> None:
+    device = drafting(1, 5)
+    kv, num_tokens = device.runner.kv, 1
+    while num_tokens < 20:
+        output = device.step((0, 1, 1, SAMPLE), most_drafts=[5], verify_budget=5, num_drafts=5)
+        num_tokens += len(tokens_of(output))
+    tokens = [0, *PROMPT[1:], *completion([0, *PROMPT[1:]], GREEDY, 26, frozenset(), VOCAB_SIZE)[0]]
+    kv.check(list(range(8)), tokens, 5 + num_tokens)
+
+
+@pytest.mark.parametrize("most", [[5, 5, 5], [1, 0, 5], [2, 2, 2]])
+@pytest.mark.parametrize("budget", [1, 4, 7, 99])
+def test_a_budget_goes_to_the_drafts_that_are_most_likely_reached(budget: int, most: list[int]) -> None:
+    device = drafting(3, 5)
+    survivals = [device.runner._slots[slot].survivals for slot in range(3)]
+    ranked = sorted(
+        (value for column, end in zip(survivals, most, strict=True) for value in column[:end]), reverse=True
+    )
+    output = device.step(*[(slot, 1, 1, SAMPLE) for slot in range(3)], most_drafts=most, verify_budget=budget)
+    verified = list(unpack_int32(output.num_verified))
+    taken = sorted((v for column, end in zip(survivals, verified, strict=True) for v in column[:end]), reverse=True)
+    assert taken == ranked[:budget]
+    sums = [
+        sum(column[place] for column, end in zip(survivals, verified, strict=True) if place < end) for place in range(5)
+    ]
+    assert list(unpack_float32(output.predicted)) == pytest.approx(sums[: max(verified)])
+    assert output.survivals == b""
+
+
+def test_drafts_are_void_once_their_row_has_run_without_new_ones() -> None:
+    device = drafting(1, 3)
+    device.step((0, 1, 1, SAMPLE))
+    output = device.step((0, 1, 1, SAMPLE), most_drafts=[3], verify_budget=3)
+    assert list(unpack_int32(output.num_verified)) == [0]
+
+
+def test_every_token_of_a_row_has_its_log_probabilities() -> None:
+    device = drafting(1, 5, sampling=SlotSampling(num_logprobs=2))
+    for _ in range(6):
+        output = device.step((0, 1, 1, SAMPLE), most_drafts=[5], verify_budget=5, num_drafts=5)
+        tokens = tokens_of(output)
+        assert list(unpack_int32(output.logprob_ids)) == [token for token in tokens for _ in range(3)]
+        assert list(unpack_int32(output.logprob_ranks)) == [1] * len(tokens)
+
+
+def test_it_tells_its_longest_draft_and_what_steps_cost() -> None:
+    config = fake_config(CacheShape(8, 64, BLOCK_SIZE), num_drafts=5)
+    told = {
+        wanted: FakeRunner(replace(config, num_drafts=wanted)).load(lambda done, total: None) for wanted in (-1, 0, 3)
+    }
+    assert {wanted: ready.num_drafts for wanted, ready in told.items()} == {-1: 5, 0: 0, 3: 3}
+    assert told[-1].costs is None
+    costs = FakeRunner(replace(config, measure_costs=True, fake_step_s=0.5)).load(lambda done, total: None).costs
+    assert costs is not None and list(unpack_float32(costs.forward_us)) == [500_000.0]
+
+
+def test_a_draft_beyond_the_blocks_of_a_slot_is_refused() -> None:
+    device = Device(0, 5)
+    device.step((0, 1, 6, SAMPLE), admits=[admit(0, PROMPT)], appends=blocks_for(0, 0, 8), num_drafts=5)
+    with pytest.raises(ProtocolError, match="a draft at position 8, 2 blocks"):
+        device.step((0, 1, 1, SAMPLE), most_drafts=[5], verify_budget=5)
 
 
 # It finds what is wrong

@@ -18,7 +18,7 @@ from deepinfer_kernels import select_ops
 from deepinfer_workers.models.deepseek import moe as moe_module
 from deepinfer_workers.models.deepseek.config import DeepseekConfig
 from deepinfer_workers.models.deepseek.generator import write_model
-from deepinfer_workers.models.deepseek.moe import ExpertCache, MoE
+from deepinfer_workers.models.deepseek.moe import ExpertCache, MoE, Routing
 from deepinfer_workers.models.deepseek.rank_tensors import RankTensors, experts_of_rank
 from deepinfer_workers.models.deepseek.weights import DeepseekWeights
 from deepinfer_workers.safetensors_folder import SafetensorsFolder
@@ -59,7 +59,7 @@ def moe(folder: Path, num_ranks: int = 1, rank: int = 0, most_bytes: int | None 
     tensors = RankTensors(opened, config, num_ranks, rank)
     weights = DeepseekWeights(tensors, config, select_ops("cpu", batch_invariant=True, dtype="float32"), True)
     experts = ExpertCache(weights, most_bytes)
-    return MoE(weights, f"layers.{LAYER}.ffn", LAYER, experts), experts
+    return MoE(weights, f"layers.{LAYER}.ffn", experts, Routing.of_layer(weights, LAYER)), experts
 
 
 def test_every_figure_is_that_of_the_release_and_every_kind_of_layer_is_there() -> None:

@@ -12,8 +12,19 @@ import numpy as np
 import pytest
 import torch
 
-from deepinfer_protocol import LogitShaping, MaskBatch, RowFlag, SlotSampling, pack_float32, pack_int32, unpack_int32
+from deepinfer_protocol import (
+    LogitShaping,
+    MaskBatch,
+    RowFlag,
+    SlotSampling,
+    pack_float32,
+    pack_int32,
+    split_columns,
+    unpack_float32,
+    unpack_int32,
+)
 from deepinfer_workers.runner import StepOutput
+from doubles.drafter import drafting
 from doubles.driver import Driver, Row, admit, no_masks, plan
 from doubles.tiny_llama import TinyLlama
 
@@ -168,3 +179,31 @@ def test_random_weights_need_no_file(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     driver = gpu(tmp_path, load_format="dummy", dtype="bfloat16")
     assert len(driver.generate(0, PROMPTS[2], 5)) == 5
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.9, "seed": 7}])
+@pytest.mark.parametrize("budget", [None, 7])
+def test_drafts_change_no_token(folder: Path, params: dict[str, Any], budget: int | None) -> None:
+    """Steps of rows that verify go by graphs as others do; times and costs are the device's."""
+    plain = gpu(folder)
+    expected = [plain.generate(0, prompt, NUM_TOKENS, **params) for prompt in PROMPTS]
+    with drafting(5, TINY.vocab) as drafter:
+        driver = gpu(folder, measure_costs=True)
+    costs = driver.ready.costs
+    assert costs is not None and min(*unpack_float32(costs.forward_us), *unpack_float32(costs.draft_us)) > 0
+    found: list[list[int]] = [[] for _ in PROMPTS]
+    rows = [Row(slot, len(prompt)) for slot, prompt in enumerate(PROMPTS)]
+    for slot, prompt in enumerate(PROMPTS):
+        drafter.scripts[slot] = prompt + expected[slot]
+        driver.admit(slot, prompt, SlotSampling(**params))
+    num_steps = 0
+    while min(map(len, found)) < NUM_TOKENS:
+        output = driver.step(*rows, verify_budget=budget, num_drafts=5)
+        assert output.draft_us > 0
+        tokens = iter(unpack_int32(output.tokens))
+        for row, count in zip(rows, split_columns(output.rows, 4)[3], strict=True):
+            found[row.slot] += [next(tokens) for _ in range(count)]
+        rows = [Row(slot, 1, most_drafts=5) for slot in range(len(PROMPTS))]
+        num_steps += 1
+    assert [tokens[:NUM_TOKENS] for tokens in found] == expected
+    assert num_steps < NUM_TOKENS

@@ -6,7 +6,7 @@ Legend: `S` rows of the step, `T` packed positions, padded.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -31,6 +31,8 @@ class Limits(NamedTuple):
     ladder: tuple[int, ...] = ()
     """Sizes that steps are padded to, rising; larger ones go to a multiple of `row_multiple`."""
     row_multiple: int = 16
+    longest_draft: int = 0
+    """Tokens that a slot may draft; 0: nothing drafts."""
 
     def padded(self, num_positions: int) -> int:
         """T for this many positions."""
@@ -62,7 +64,10 @@ class Admission(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceBatch:
-    """A checked plan as arrays: everything that does not depend on the state of the slots."""
+    """A checked plan as arrays: everything that does not depend on the state of the slots.
+
+    How many drafts are verified does: until `with_drafts`, rows have the positions that the plan gives them.
+    """
 
     step_id: int
     retired: Ints
@@ -74,7 +79,7 @@ class DeviceBatch:
     generations: Ints
     """[S]"""
     counts: Ints
-    """[S]: positions of the row."""
+    """[S]: positions of the row, with the drafts that it verifies."""
     sampled: Ints
     """Rows that yield a token, in their order."""
     is_waiting: npt.NDArray[np.bool_]
@@ -85,6 +90,14 @@ class DeviceBatch:
     """[positions of the rows]: index in the row."""
     num_positions: int
     """T"""
+    most_drafts: Ints | None = None
+    """[S]: how many drafts the row verifies at most; `None`: no row verifies any."""
+    verify_budget: int = 0
+    """How many drafts all rows verify together at most."""
+    num_drafts: int = 0
+    """How many tokens each sampled row drafts."""
+    num_verified: Ints | None = None
+    """[S]: how many drafts the row verifies; `None`: none, or it is not settled yet."""
 
     @classmethod
     def from_plan(cls, plan: StepPlan, limits: Limits) -> DeviceBatch:
@@ -102,7 +115,8 @@ class DeviceBatch:
         sampled = np.flatnonzero(flags & RowFlag.SAMPLE)
         if np.any((flags & RowFlag.WAITS_FOR_MASK) > (flags & RowFlag.SAMPLE) * RowFlag.WAITS_FOR_MASK):
             raise ProtocolError("a row waits for a mask and is not sampled")
-        row_of = np.repeat(np.arange(len(counts)), counts)
+        most_drafts = _most_drafts(plan, counts, flags, limits)
+        row_of, offset_of = _spread(counts)
         return cls(
             step_id=plan.step_id,
             retired=retired,
@@ -115,9 +129,54 @@ class DeviceBatch:
             sampled=sampled,
             is_waiting=(flags[sampled] & RowFlag.WAITS_FOR_MASK) != 0,
             row_of=row_of,
-            offset_of=np.arange(num_real) - (np.cumsum(counts) - counts)[row_of],
+            offset_of=offset_of,
             num_positions=limits.padded(num_real),
+            most_drafts=most_drafts,
+            verify_budget=plan.verify_budget,
+            num_drafts=plan.num_drafts,
         )
+
+    def with_drafts(self, num_verified: Ints, limits: Limits) -> DeviceBatch:
+        """The batch whose rows verify `num_verified` [S] drafts behind the positions that they have here."""
+        counts = self.counts + num_verified
+        row_of, offset_of = _spread(counts)
+        return replace(
+            self,
+            counts=counts,
+            row_of=row_of,
+            offset_of=offset_of,
+            num_positions=limits.padded(len(row_of)),
+            num_verified=num_verified,
+        )
+
+
+def _most_drafts(plan: StepPlan, counts: Ints, flags: Ints, limits: Limits) -> Ints | None:
+    """[S]; `None` where nothing is verified. Raises `ProtocolError`."""
+    if plan.num_drafts > limits.longest_draft:
+        raise ProtocolError(f"num_drafts {plan.num_drafts} came, the longest draft has {limits.longest_draft} tokens")
+    (most,) = _columns(plan.most_drafts, 1)
+    if not most.size:
+        return None
+    if len(most) != len(counts):
+        raise ProtocolError(f"most_drafts of {len(most)} rows came, the step has {len(counts)}")
+    _check_range("most_drafts", most, limits.longest_draft + 1)
+    is_single = (counts == 1) & ((flags & RowFlag.SAMPLE) != 0)
+    if (most[~is_single] > 0).any():
+        row = int(np.flatnonzero(~is_single & (most > 0))[0])
+        raise ProtocolError(f"row {row} verifies drafts behind {counts[row]} positions, not behind a sampled one")
+    num_real = int(counts.sum()) + min(int(most.sum()), plan.verify_budget)
+    if num_real > limits.max_batch_positions:
+        text = f"{num_real} positions with drafts in a step, at most {limits.max_batch_positions} are allowed"
+        raise ProtocolError(text)
+    # A mask is of one place. Drafts of a row that waits for one are void after this step, as those of all rows.
+    most = np.where(flags & RowFlag.WAITS_FOR_MASK, 0, most)
+    return most if most.any() and plan.verify_budget else None
+
+
+def _spread(counts: Ints) -> tuple[Ints, Ints]:
+    """Of rows with `counts` positions: the row of every position, and its index in the row."""
+    row_of = np.repeat(np.arange(len(counts)), counts)
+    return row_of, np.arange(len(row_of)) - (np.cumsum(counts) - counts)[row_of]
 
 
 def _admission(admit: SlotAdmit, limits: Limits) -> Admission:

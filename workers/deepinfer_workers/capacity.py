@@ -13,8 +13,9 @@ from deepinfer_kernels import Ops
 from deepinfer_protocol import WorkerConfig
 from deepinfer_workers.batch import Limits
 from deepinfer_workers.device_memory import free_bytes
+from deepinfer_workers.drafts import draft_slot_bytes
 from deepinfer_workers.graphs import ladder
-from deepinfer_workers.models.model import Model
+from deepinfer_workers.models.model import CacheNeeds, Model
 from deepinfer_workers.runner import WorkerFault
 from deepinfer_workers.slots import slot_bytes
 
@@ -47,16 +48,24 @@ def limits_of(config: WorkerConfig, model: Model, ops: Ops) -> Limits:
     # Without graphs sizes are the same: so are the kernels, and so are the bits.
     most = min(max(config.num_slots, MIN_LADDER), config.max_batch_positions)
     block_size = config.block_size or block_size_of(model.block_multiple)
-    return Limits(
+    limits = Limits(
         num_slots=config.num_slots,
-        num_blocks=config.num_blocks or _num_blocks(config, model, ops, block_size),
+        num_blocks=config.num_blocks,
         block_size=block_size,
         max_len=model.max_len,
         vocab_size=model.vocab_size,
         max_batch_positions=config.max_batch_positions,
         ladder=ladder(most) if ops.device.type == "cuda" else (),
         row_multiple=ops.row_multiple,
+        longest_draft=_longest_draft(config, model),
     )
+    return limits._replace(num_blocks=limits.num_blocks or _num_blocks(config, model, ops, limits))
+
+
+def state_bytes(needs: CacheNeeds, limits: Limits) -> int:
+    """On the device, for one slot: the model's, and the runner's."""
+    drafts = draft_slot_bytes(limits.longest_draft, limits.vocab_size) if limits.longest_draft else 0
+    return needs.slot_bytes + slot_bytes(limits.max_len, limits.block_size) + drafts
 
 
 def block_size_of(multiple: int) -> int:
@@ -64,15 +73,22 @@ def block_size_of(multiple: int) -> int:
     return -(-MIN_BLOCK_SIZE // multiple) * multiple
 
 
-def _num_blocks(config: WorkerConfig, model: Model, ops: Ops, block_size: int) -> int:
-    needs = model.cache_needs(block_size)
+def _longest_draft(config: WorkerConfig, model: Model) -> int:
+    if model.drafter is None:
+        return 0
+    block = model.drafter.block_size
+    return block if config.num_drafts < 0 else min(config.num_drafts, block)
+
+
+def _num_blocks(config: WorkerConfig, model: Model, ops: Ops, limits: Limits) -> int:
+    needs = model.cache_needs(limits.block_size)
     block_bytes = needs.block_bytes
     if config.kv_cache_bytes:
         what, most, num_blocks = "kv_cache_bytes", config.kv_cache_bytes, config.kv_cache_bytes // block_bytes
     else:
-        per_slot = needs.slot_bytes + slot_bytes(model.max_len, block_size)
+        per_slot = state_bytes(needs, limits)
         what, most = "what is free beside the slots,", _bytes_beside_slots(config, model.max_len, per_slot, ops)
-        most_useful = config.num_slots * -(-model.max_len // block_size)
+        most_useful = config.num_slots * -(-model.max_len // limits.block_size)
         num_blocks = min(most_useful, most // block_bytes)
     if num_blocks < 1:
         raise WorkerFault("out_of_memory", f"{what} {most} bytes, holds no block of {block_bytes} bytes")

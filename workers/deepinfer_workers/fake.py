@@ -6,14 +6,20 @@ step that reads it.
 
 With `fake_replay_tokens` a slot has a state of its own besides, as models with window attention do: a row's hash then
 depends on what layers of windows make of the latest tokens, so that it differs where a state was not rebuilt far
-enough. Knows nothing of torch.
+enough.
+
+With `fake_num_drafts` it drafts: a draft is the right token, or the one after it, as often as it says itself that it
+will be; both are read from the prefix. So how many are accepted varies from none to all, and the tokens stay those of
+a run without drafts. Knows nothing of torch.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
 from math import inf
 from typing import Final, NamedTuple
 
@@ -25,6 +31,7 @@ from deepinfer_protocol import (
     RowFlag,
     SlotAdmit,
     SlotSampling,
+    StepCosts,
     StepPlan,
     WorkerConfig,
     pack_float32,
@@ -62,12 +69,14 @@ class _Slot:
         "bad_words",
         "banned",
         "blocks",
+        "drafts",
         "floor",
         "generation",
         "length",
         "sampling",
         "shaping",
         "stop_ids",
+        "survivals",
         "tokens",
         "window",
     )
@@ -79,6 +88,8 @@ class _Slot:
         self.length = admit.length
         self.floor = admit.floor
         self.window = _Window(admit, window) if window else None
+        self.drafts: list[int] = []
+        self.survivals: list[float] = []
         self.blocks = list(unpack_int32(admit.block_ids))
         self.sampling: SlotSampling = admit.sampling
         self.stop_ids = frozenset(unpack_int32(admit.sampling.stop_ids))
@@ -88,6 +99,11 @@ class _Slot:
         self.banned = frozenset(token for token, bias in biases if bias == -inf)
         bits = self.shaping.allowed_bits
         self.allowed = int.from_bytes(bits, "little") if bits else None
+
+    def value_at(self, position: int) -> int:
+        """What the KV row of a position adds to the hash of the prefix. Called once for each, in their order."""
+        token = self.tokens[position]
+        return token + 1 if self.window is None else self.window.push(token, position)
 
     @property
     def output(self) -> list[int]:
@@ -102,6 +118,11 @@ class _Window:
         self._slot, self._width = admit.slot, width
         self._start, self._floor = admit.length, admit.floor
         self._layers: list[deque[int]] = [deque(maxlen=width) for _ in range(_LAYERS)]
+
+    def copy(self) -> _Window:
+        other = copy(self)
+        other._layers = [layer.copy() for layer in self._layers]
+        return other
 
     def push(self, token: int, position: int) -> int:
         """What comes out of the last layer at the next position. Behind a replay every window must be whole."""
@@ -187,7 +208,19 @@ class FakeRunner:
             exact_replay_tokens=_LAYERS * max(config.fake_replay_tokens - 1, 0),
             weights_version="fake",
             device="none",
+            num_drafts=self._longest_draft,
+            costs=self._costs() if config.measure_costs else None,
         )
+
+    @property
+    def _longest_draft(self) -> int:
+        config = self._config
+        return config.fake_num_drafts if config.num_drafts < 0 else min(config.num_drafts, config.fake_num_drafts)
+
+    def _costs(self) -> StepCosts:
+        """Every step takes as long as the setting says."""
+        step_us = max(1e6 * self._config.fake_step_s, 1.0)
+        return StepCosts(pack_int32([1]), pack_float32([step_us]), pack_int32([1]), pack_float32([0.0]))
 
     def build(self, plan: StepPlan) -> FakeBatch:
         return FakeBatch(plan, list(zip(*split_columns(plan.rows, 4), strict=True)), time.monotonic())
@@ -217,19 +250,25 @@ class FakeRunner:
         tokens: list[int] = []
         logprob_ids: list[int] = []
         num_tokens: list[int] = []
+        survivals = bytearray()
         num_ranks = 0
-        for (slot, _, _, flags), prefix_hash in zip(batch.columns, hashes, strict=True):
-            num_tokens.append(1 if flags & RowFlag.SAMPLE else 0)
+        predicted: list[float] = []
+        num_verified = self._share_out(batch.plan)
+        for (slot, _, _, flags), prefix_hash, num_drafts in zip(batch.columns, hashes, num_verified, strict=True):
+            new_tokens: list[int] = []
             if flags & RowFlag.SAMPLE:
                 state = self._slots[slot]
                 if state.length < len(state.tokens):
                     raise ProtocolError(f"slot {slot} is sampled at {state.length} of {len(state.tokens)} tokens")
+                _add(predicted, state.survivals[:num_drafts])
                 mask = masks[slot] if flags & RowFlag.WAITS_FOR_MASK else None
-                token = self._sample(state, prefix_hash, mask)
-                state.tokens.append(token)
-                tokens.append(token)
-                logprob_ids += [token] * (state.sampling.num_logprobs + 1)
-                num_ranks += state.sampling.num_logprobs >= 0
+                prefix_hash, new_tokens = self._verify(state, prefix_hash, mask, num_drafts)
+                self._draft(state, prefix_hash, batch.plan.num_drafts)
+                survivals += bytes([int(255 * survival) for survival in state.survivals])
+                tokens += new_tokens
+                logprob_ids += [token for token in new_tokens for _ in range(state.sampling.num_logprobs + 1)]
+                num_ranks += len(new_tokens) if state.sampling.num_logprobs >= 0 else 0
+            num_tokens.append(len(new_tokens))
         slots, generations, _, _ = split_columns(batch.plan.rows, 4)
         lengths = [self._slots[slot].length for slot in slots]
         rows = pack_int32(slots + generations) + pack_int32(lengths + num_tokens)
@@ -242,7 +281,81 @@ class FakeRunner:
             pack_int32([token for token, _, count in prompt for _ in range(count)]),
             pack_float32([-position for _, position, count in prompt for _ in range(count)]),
             pack_int32([position for _, position, _ in prompt]),
+            pack_int32(num_verified) if batch.plan.verify_budget else b"",
+            bytes(survivals),
+            pack_float32(predicted),
         )
+
+    def _share_out(self, plan: StepPlan) -> list[int]:
+        """How many drafts each row verifies: of all that may be, as many as the budget has, most likely first."""
+        slots = split_columns(plan.rows, 4)[0]
+        num_verified = [0] * len(slots)
+        if plan.verify_budget:
+            offers = [
+                (-survival, place, row)
+                for row, (slot, most) in enumerate(zip(slots, unpack_int32(plan.most_drafts), strict=True))
+                for place, survival in enumerate(self._slots[slot].survivals[:most])
+            ]
+            for _, _, row in sorted(offers)[: plan.verify_budget]:
+                num_verified[row] += 1
+        return num_verified
+
+    def _verify(self, state: _Slot, prefix_hash: int, mask: int | None, num_drafts: int) -> tuple[int, list[int]]:
+        """The next token, and one more for each draft that is the token before it. Rows of all of them are written.
+
+        Returns the hash of the positions that hold, too.
+        """
+        drafts = state.drafts[:num_drafts]
+        new_tokens = [self._sample(state, prefix_hash, mask)]
+        state.tokens.append(new_tokens[0])
+        while drafts and drafts[0] == new_tokens[-1]:
+            del drafts[0]
+            prefix_hash = self._advance(state, prefix_hash)
+            new_tokens.append(self._sample(state, prefix_hash, None))
+            state.tokens.append(new_tokens[-1])
+        if drafts:
+            with self._tentatively(state):
+                rejected_hash = prefix_hash
+                state.tokens[-1:] = drafts
+                for _ in drafts:
+                    rejected_hash = self._advance(state, rejected_hash)
+        return prefix_hash, new_tokens
+
+    def _draft(self, state: _Slot, prefix_hash: int, count: int) -> None:
+        """Guesses of the tokens behind the newest, and how likely each is to be right with all before it."""
+        state.drafts, state.survivals = [], []
+        if not count:
+            return
+        survival = 1.0
+        with self._tentatively(state):
+            for _ in range(count):
+                prefix_hash = _mix(prefix_hash, state.value_at(state.length))
+                state.length += 1
+                right = self._sample(state, prefix_hash, None)
+                confidence, roll = 96 + (prefix_hash >> 20) % 160, (prefix_hash >> 33) % 256
+                survival *= confidence / 256
+                state.tokens.append(right if roll < confidence else (right + 1) % self._config.fake_vocab_size)
+                state.drafts.append(state.tokens[-1])
+                state.survivals.append(survival)
+
+    @contextmanager
+    def _tentatively(self, state: _Slot) -> Iterator[None]:
+        """What happens to tokens, length and window is undone; rows that were written stay."""
+        tokens, length, window = state.tokens, state.length, state.window
+        state.tokens = tokens[:]
+        state.window = None if window is None else window.copy()
+        yield
+        state.tokens, state.length, state.window = tokens, length, window
+
+    def _advance(self, state: _Slot, prefix_hash: int) -> int:
+        """Write the KV row of one more position, which the prefix of this hash comes before. Returns the new hash."""
+        position, size = state.length, self._block_size
+        if position >= len(state.blocks) * size:
+            raise ProtocolError(f"a draft at position {position}, {len(state.blocks)} blocks")
+        prefix_hash = _mix(prefix_hash, state.value_at(position))
+        self.kv.write(state.blocks[position // size], position % size, (state.tokens[position], position), prefix_hash)
+        state.length += 1
+        return prefix_hash
 
     def _prompt_logprobs(self, slot: int, num_positions: int) -> list[tuple[int, int, int]]:
         """Of the positions that a row has just computed: the next token, its position, how many ids it comes with."""
@@ -276,11 +389,11 @@ class FakeRunner:
         self.kv.check(state.blocks, state.tokens, max(state.length, state.floor))
         prefix_hash = self.kv.hash_at(state.blocks, max(state.length, min(state.floor, end)))
         for position in range(state.length, end):
-            token = state.tokens[position]
-            value = token + 1 if state.window is None else state.window.push(token, position)
+            value = state.value_at(position)
             if position >= state.floor:
                 prefix_hash = _mix(prefix_hash, value)
-                self.kv.write(state.blocks[position // size], position % size, (token, position), prefix_hash)
+                stamp = (state.tokens[position], position)
+                self.kv.write(state.blocks[position // size], position % size, stamp, prefix_hash)
         state.length = end
         return prefix_hash
 
@@ -308,6 +421,13 @@ class FakeRunner:
 
 def _mix(prefix_hash: int, value: int) -> int:
     return ((prefix_hash ^ value) * _FNV_PRIME) & _MASK64
+
+
+def _add(sums: list[float], column: list[float]) -> None:
+    """Add a column to sums by place, which grow with it."""
+    sums += [0.0] * (len(column) - len(sums))
+    for place, value in enumerate(column):
+        sums[place] += value
 
 
 def _passing_bans(state: _Slot) -> set[int]:

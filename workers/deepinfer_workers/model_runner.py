@@ -10,25 +10,30 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter_ns
+from typing import NamedTuple, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from deepinfer_kernels import Ops, PackedRows, UnknownAccelerator, select_ops
 from deepinfer_protocol import MaskBatch, ProtocolError, Ready, StepPlan, WorkerConfig, unpack_int32
 from deepinfer_workers.batch import DeviceBatch, Ints
-from deepinfer_workers.capacity import limits_of, memory_faults
+from deepinfer_workers.capacity import limits_of, memory_faults, state_bytes
+from deepinfer_workers.drafts import DraftState, Verdict, VerifyRows
 from deepinfer_workers.graphs import GraphLadder
-from deepinfer_workers.ledger import SlotLedger
+from deepinfer_workers.ledger import LedgerEntry, SlotLedger
 from deepinfer_workers.models.model import ModelOptions, Step
 from deepinfer_workers.models.registry import load_model, num_threads_for, open_checkpoint
 from deepinfer_workers.queue_clock import QueueClock, Timing
 from deepinfer_workers.runner import DoneStep, PendingStep, StepOutput, StepTimes, WorkerFault
 from deepinfer_workers.sampler import ROWS_AT_ONCE, unpack_masks
 from deepinfer_workers.sampling_state import Logprobs, PromptPositions, SamplingState
-from deepinfer_workers.slots import SlotState, slot_bytes
-from deepinfer_workers.step_results import StepResults
+from deepinfer_workers.slots import SlotState
+from deepinfer_workers.step_costs import measure_costs
+from deepinfer_workers.step_results import Drafted, StepResults
 from deepinfer_workers.upload import Parcel, to_device
 
 
@@ -37,14 +42,41 @@ class BuiltStep:
     """A checked plan and its columns, packed for the device."""
 
     batch: DeviceBatch
-    starts: Ints
-    """[S]: the first position of every row."""
+    entry: LedgerEntry
     changes: Parcel | None
     """Slots, positions, tokens; slots, columns, blocks; slots, lengths. `None`: the plan changes nothing."""
-    inputs: Parcel
-    """[2, T] slots and offsets of the positions; [S] slots of the rows; [R] slots and places of the sampled ones."""
+    inputs: Parcel | None
+    """The columns of `_Inputs`; `None`: only the device can say how many drafts each row verifies."""
     prefetched: object
     """The model's."""
+
+
+class _Inputs(NamedTuple):
+    """Columns of a step on the device. `T` packed positions, padded; `P` of them have logits."""
+
+    positions: Tensor
+    """[2, T]: slots, and offsets from their lengths before the step."""
+    slots: Tensor
+    """[S]"""
+    sampled: Tensor
+    """[R]: slots of the sampled rows."""
+    places: Tensor
+    """[P]: which positions have logits."""
+
+
+class _DraftInputs(NamedTuple):
+    """More columns, of a step that verifies drafts."""
+
+    sizes: Tensor
+    """[R]: logits of each sampled row."""
+    owners: Tensor
+    """[P]: the sampled row of each."""
+    backs: Tensor
+    """[P]: how far behind each the row ends."""
+    slots: Tensor
+    """[D]: of the drafts."""
+    offsets: Tensor
+    """[D]: from the length before the step."""
 
 
 class ModelRunner:
@@ -68,15 +100,19 @@ class ModelRunner:
     def build(self, plan: StepPlan) -> BuiltStep:
         """Check the plan and lay it out. Raises `ProtocolError`."""
         batch = DeviceBatch.from_plan(plan, self._limits)
-        changes = self._ledger.apply(batch)
+        entry = self._ledger.apply(batch)
+        most = entry.most_drafts
+        is_settled = most is None or int(most.sum()) <= batch.verify_budget
+        if most is not None and is_settled:
+            batch = batch.with_drafts(most, self._limits)
+        changes, device = entry.changes, self._ops.device
         has_changes = changes.blocks[0].size or changes.lengths[0].size
-        device = self._ops.device
         return BuiltStep(
             batch,
-            changes.starts,
+            entry,
             Parcel([*changes.tokens, *changes.blocks, *changes.lengths], device) if has_changes else None,
-            Parcel(_inputs(batch, self._limits.num_slots), device),
-            self._model.prefetch(batch, changes.starts),
+            Parcel(_inputs(batch, self._limits.num_slots), device) if is_settled else None,
+            self._model.prefetch(batch, entry.starts),
         )
 
     @torch.inference_mode()
@@ -86,40 +122,109 @@ class ModelRunner:
         Logits that are not numbers are a `WorkerFault` too, here or in the pending step's `wait`.
         """
         with memory_faults(self._config):
+            learn = self._learner(built)
             if self._clock is None:
-                return DoneStep(self._compute(built, wait_for_masks).to_output())
+                output = self._compute(built, wait_for_masks).to_output()
+                learn(output)
+                return DoneStep(output)
             with self._clock.step() as timing:
-                results = self._compute(built, wait_for_masks)
+                results = self._compute(built, wait_for_masks, timing)
                 timing.end()
-                return _QueuedStep(results.download(timing.ended, self._clock.copy_stream), timing)
+                return _QueuedStep(results.download(timing.ended, self._clock.copy_stream), timing, learn)
 
     def close(self) -> None:
         self._at_end.close()
 
-    def _compute(self, built: BuiltStep, wait_for_masks: Callable[[], MaskBatch]) -> StepResults:
-        batch = built.batch
+    def _learner(self, built: BuiltStep) -> Callable[[StepOutput], None]:
+        """What tells the ledger how long the slots have become."""
+        batch, growth = built.batch, built.entry.growth
+
+        def learn(output: StepOutput) -> None:
+            if growth is not None:
+                self._ledger.learn(batch, growth, np.asarray(output.lengths, np.int64))
+
+        return learn
+
+    def _compute(
+        self, built: BuiltStep, wait_for_masks: Callable[[], MaskBatch], timing: Timing | None = None
+    ) -> StepResults:
         self._change_slots(built)
-        if not batch.slots.size:
+        if not built.batch.slots.size:
             return StepResults.empty()
-        positions, row_slots, sampled_slots, last = built.inputs.unpack()
-        wanted = self._sampling.prompt_positions(batch.slots, built.starts, batch.counts)
-        hidden = self._forward(built, positions)
-        is_every = len(batch.sampled) == len(batch.row_of)  # one position a row, all sampled: plain decoding
+        batch, columns = self._settle(built)
+        inputs = _Inputs(*columns[:4])
+        of_drafts = None if batch.num_verified is None else _DraftInputs(*columns[4:])
+        predicted = None if of_drafts is None else self._write_drafts(batch, of_drafts)
+        wanted = self._sampling.prompt_positions(batch.slots, built.entry.starts, batch.counts)
+        hidden = self._forward(batch, inputs.positions, built.prefetched)
+        num_logits = len(inputs.places)
+        is_every = num_logits == len(batch.row_of)  # plain decoding
         logits = self._model.logits(
-            hidden[: len(batch.sampled)] if is_every else hidden.index_select(0, last)
-        )  # [R, V]
-        lengths = self._slots.lengths[row_slots]
-        places = lengths if is_every else self._slots.lengths[sampled_slots]
-        tokens = self._sample(built, logits, places, wait_for_masks)
-        self._slots.write_tokens(sampled_slots, places, tokens)
+            hidden[:num_logits] if is_every else hidden.index_select(0, inputs.places)
+        )  # [P, V]
+        ends = self._slots.lengths[inputs.sampled]
+        places = ends if of_drafts is None else ends[of_drafts.owners] - of_drafts.backs
+        rows = _verify_rows(batch, places, built.entry.ends)
+        verdict = self._judge(batch.is_waiting, logits, rows, wait_for_masks)
+        self._slots.write_tokens(
+            inputs.sampled if of_drafts is None else inputs.sampled[of_drafts.owners], places, verdict.tokens
+        )
+        if of_drafts is not None:
+            self._slots.take_back(inputs.sampled, of_drafts.sizes - verdict.num_tokens)
+        is_final = of_drafts is None and len(inputs.sampled) == len(inputs.slots)
+        lengths = ends if is_final else self._slots.lengths[inputs.slots]
         return StepResults(
             batch,
             lengths=lengths,
-            tokens=tokens,
+            tokens=verdict.tokens,
             is_nan=logits.amax(-1).isnan(),
-            logprobs=self._sampling.logprobs(logits, tokens, batch.slots[batch.sampled]),
+            logprobs=self._sampling.logprobs(
+                logits, verdict.tokens, rows.slots if of_drafts is None else _repeat_slots(rows)
+            ),
             prompt_logprobs=None if wanted is None else self._prompt_logprobs(hidden, wanted),
+            num_tokens=None if of_drafts is None else verdict.num_tokens,
+            predicted=predicted,
+            drafted=self._draft(batch, inputs.sampled, timing),
         )
+
+    def _settle(self, built: BuiltStep) -> tuple[DeviceBatch, list[Tensor]]:
+        """The batch with its drafts, and its columns."""
+        batch, inputs = built.batch, built.inputs
+        if inputs is None:
+            most = built.entry.most_drafts
+            assert most is not None and self._drafts is not None
+            rows = np.flatnonzero(most)
+            num_verified = np.zeros_like(most)
+            num_verified[rows] = self._drafts.lengths(batch.slots[rows], most[rows], batch.verify_budget)
+            batch = batch.with_drafts(num_verified, self._limits)
+            inputs = Parcel(_inputs(batch, self._limits.num_slots), self._ops.device)
+        return batch, inputs.unpack()
+
+    def _write_drafts(self, batch: DeviceBatch, of_drafts: _DraftInputs) -> Tensor:
+        """The drafts take their places behind the newest tokens; how probable they are, by place in the block."""
+        assert self._drafts is not None and batch.num_verified is not None
+        rows = np.flatnonzero(batch.num_verified)
+        slots, counts = batch.slots[rows], batch.num_verified[rows]
+        self._slots.write_drafts(of_drafts.slots, of_drafts.offsets, self._drafts.tokens(slots, counts))
+        return self._drafts.predicted(slots, counts)
+
+    def _draft(self, batch: DeviceBatch, slots: Tensor, timing: Timing | None) -> Drafted | None:
+        """New drafts behind the newest tokens of `slots` [R], which are those of the sampled rows."""
+        if not batch.num_drafts or not batch.sampled.size:
+            return None
+        assert self._drafts is not None and self._model.drafter is not None
+        if timing is not None:
+            timing.begin_drafts()
+        started_ns = perf_counter_ns()
+        anchors = self._slots.lengths[slots]
+        survivals = self._drafts.propose(
+            self._model.drafter,
+            batch.slots[batch.sampled],
+            anchors,
+            self._slots.tokens[slots, anchors].long(),
+            batch.num_drafts,
+        )
+        return Drafted(survivals, (perf_counter_ns() - started_ns) // 1000)
 
     def _change_slots(self, built: BuiltStep) -> None:
         self._sampling.retire(built.batch.retired)
@@ -132,12 +237,11 @@ class ModelRunner:
         self._sampling.admit(built.batch.admissions)
         self._model.admit(built.batch.admissions)
 
-    def _forward(self, built: BuiltStep, positions: Tensor) -> Tensor:
-        """Hidden states, [T, C]. Afterwards the lengths are those after the step."""
-        batch = built.batch
+    def _forward(self, batch: DeviceBatch, positions: Tensor, prefetched: object) -> Tensor:
+        """Hidden states, [T, C]. Afterwards the lengths are those after the step, if it accepts all drafts."""
         if self._graphs is not None and batch.num_positions in self._graphs and self._ops.is_flat(batch.counts):
             return self._graphs.replay(positions)
-        return self._run_layers(positions, batch.counts, built.prefetched)
+        return self._run_layers(positions, batch.counts, prefetched)
 
     def _prompt_logprobs(self, hidden: Tensor, wanted: PromptPositions) -> Logprobs:
         parts = to_device(wanted.packed, hidden.device).split(ROWS_AT_ONCE)
@@ -172,23 +276,35 @@ class ModelRunner:
         """What a graph does: every position as if it were a row of its own."""
         return self._run_layers(positions, np.ones(positions.shape[1], np.int64))
 
-    def _sample(
-        self, built: BuiltStep, logits: Tensor, places: Tensor, wait_for_masks: Callable[[], MaskBatch]
-    ) -> Tensor:
-        """Tokens of the sampled rows, [R], to be stored at `places` [R]; rows with a mask in a second launch."""
-        batch = built.batch
-        slots, num_known = batch.slots[batch.sampled], (built.starts + batch.counts)[batch.sampled]
-        if not batch.is_waiting.any():
-            return self._sampling.sample(logits, slots, places, None, num_known)
-        tokens = torch.zeros_like(places)
-        for part, has_masks in ((np.flatnonzero(~batch.is_waiting), False), (np.flatnonzero(batch.is_waiting), True)):
+    def _judge(
+        self,
+        is_waiting: npt.NDArray[np.bool_],
+        logits: Tensor,
+        rows: VerifyRows,
+        wait_for_masks: Callable[[], MaskBatch],
+    ) -> Verdict:
+        """Tokens of the sampled `rows`; those that wait for a mask, [R], get theirs in a second launch."""
+        if not is_waiting.any():
+            return self._judge_some(logits, rows, None)
+        verdict = Verdict(
+            torch.ones(len(rows.slots), dtype=torch.int64, device=logits.device), torch.zeros_like(rows.places)
+        )
+        for part, has_masks in ((np.flatnonzero(~is_waiting), False), (np.flatnonzero(is_waiting), True)):
             if part.size:
-                allowed = self._masks(slots[part], wait_for_masks()) if has_masks else None
-                index = to_device(part, logits.device)
-                tokens[index] = self._sampling.sample(
-                    logits[index], slots[part], places[index], allowed, num_known[part]
-                )
-        return tokens
+                allowed = self._masks(rows.slots[part], wait_for_masks()) if has_masks else None
+                packed = np.flatnonzero(np.isin(np.repeat(np.arange(len(rows.slots)), rows.counts + 1), part))
+                index, of_rows = to_device(packed, logits.device), to_device(part, logits.device)
+                some = VerifyRows(rows.slots[part], rows.counts[part], rows.places[index], rows.num_known[packed])
+                verdict.num_tokens[of_rows], verdict.tokens[index] = self._judge_some(logits[index], some, allowed)
+        return verdict
+
+    def _judge_some(self, logits: Tensor, rows: VerifyRows, allowed: Tensor | None) -> Verdict:
+        """Of rows with a mask in `allowed` [R, V], which verify nothing, or of rows without."""
+        if rows.counts.any():
+            assert self._drafts is not None
+            return self._drafts.judge(logits, rows)
+        tokens = self._sampling.sample(logits, rows.slots, rows.places, allowed, rows.num_known)
+        return Verdict(self._ones[: len(rows.slots)], tokens)
 
     def _masks(self, slots: Ints, masks: MaskBatch) -> Tensor:
         """Masks in the order of `slots`, [rows, V] bool."""
@@ -227,6 +343,8 @@ class ModelRunner:
             self._slots = SlotState(self._limits, ops.device)
             self._ledger = SlotLedger(self._limits)
             self._sampling = SamplingState(self._slots.tokens, self._limits.vocab_size)
+            self._ones = torch.ones(self._limits.num_slots, dtype=torch.int64, device=ops.device)
+            self._drafts = self._draft_state()
             if ops.device.type == "cuda":
                 self._prepare_gpu()
         limits = self._limits
@@ -240,34 +358,83 @@ class ModelRunner:
             num_blocks=limits.num_blocks,
             block_size=limits.block_size,
             block_bytes=needs.block_bytes,
-            slot_bytes=needs.slot_bytes + slot_bytes(limits.max_len, limits.block_size),
+            slot_bytes=state_bytes(needs, limits),
             global_bytes_per_token=needs.token_bytes,
             bounded_replay_tokens=needs.bounded_replay,
             exact_replay_tokens=needs.exact_replay,
             weights_version=checkpoint.version,
             device=_describe(ops, self._graphs),
+            num_drafts=limits.longest_draft,
+            costs=measure_costs(limits, self._time) if config.measure_costs else None,
         )
+
+    def _draft_state(self) -> DraftState | None:
+        limits = self._limits
+        if not limits.longest_draft:
+            return None
+        return DraftState(
+            limits.num_slots + 1, limits.longest_draft, limits.vocab_size, self._sampling, self._ops.device
+        )
+
+    def _time(self, plan: StepPlan) -> tuple[int, int]:
+        """Microseconds that a step takes, and those of them that make drafts."""
+        started_ns = perf_counter_ns()
+        output, times = self.launch(self.build(plan), _no_masks).wait()
+        total_us = (perf_counter_ns() - started_ns) // 1000 if times is None else times.device_us
+        return total_us, output.draft_us
 
 
 class _QueuedStep:
     """A `PendingStep` whose results are on their way."""
 
-    def __init__(self, results: Callable[[], StepOutput], timing: Timing) -> None:
+    def __init__(self, results: Callable[[], StepOutput], timing: Timing, learn: Callable[[StepOutput], None]) -> None:
         self._results = results
         self._timing = timing
+        self._learn = learn
 
     def wait(self) -> tuple[StepOutput, StepTimes | None]:
-        return self._results(), self._timing.read()
+        output = self._results()
+        self._learn(output)
+        return output._replace(draft_us=self._timing.read_drafts_us()), self._timing.read()
 
 
 def _inputs(batch: DeviceBatch, null_slot: int) -> list[Ints]:
+    """The columns of `_Inputs`, and of `_DraftInputs` where drafts are verified."""
     num_real = len(batch.row_of)
     positions = np.zeros((2, batch.num_positions), np.int64)  # slots, offsets
     positions[0] = null_slot
     positions[0, :num_real] = batch.slots[batch.row_of]
     positions[1, :num_real] = batch.offset_of
     last = np.cumsum(batch.counts)[batch.sampled] - 1
-    return [positions, batch.slots, batch.slots[batch.sampled], last]
+    columns = [positions, batch.slots, batch.slots[batch.sampled]]
+    if batch.num_verified is None:
+        return [*columns, last]
+    num_verified = batch.num_verified[batch.sampled]
+    sizes = num_verified + 1
+    owners = np.repeat(np.arange(len(sizes)), sizes)
+    backs = np.repeat(np.cumsum(sizes), sizes) - 1 - np.arange(len(owners))
+    draft_owners = np.repeat(np.arange(len(sizes)), num_verified)
+    draft_offsets = 1 + np.arange(len(draft_owners)) - (np.cumsum(num_verified) - num_verified)[draft_owners]
+    slots = batch.slots[batch.sampled][draft_owners]
+    return [*columns, last[owners] - backs, sizes, owners, backs, slots, draft_offsets]
+
+
+def _verify_rows(batch: DeviceBatch, places: Tensor, ends: Ints) -> VerifyRows:
+    """`places` [P] are where tokens go, `ends` [S] bounds of the rows' lengths after the step."""
+    slots, sampled_ends = batch.slots[batch.sampled], ends[batch.sampled]
+    if batch.num_verified is None:
+        return VerifyRows(slots, np.zeros_like(slots), places, sampled_ends)
+    counts = batch.num_verified[batch.sampled]
+    return VerifyRows(slots, counts, places, np.repeat(sampled_ends, counts + 1))
+
+
+def _repeat_slots(rows: VerifyRows) -> Ints:
+    """[P]: the slot of each of the logits."""
+    return np.repeat(rows.slots, rows.counts + 1)
+
+
+def _no_masks() -> NoReturn:
+    raise AssertionError("no row waits for a mask")
 
 
 def _describe(ops: Ops, graphs: GraphLadder | None) -> str:

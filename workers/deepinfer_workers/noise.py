@@ -29,13 +29,20 @@ def noise_bits(seeds: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
     return _mix(keys[:, None] + tokens * _GAMMA)  # [R, V]
 
 
+def uniform_noise(seeds: Tensor, positions: Tensor) -> Tensor:
+    """One number for each of `seeds`, `positions` [R]: [R] float64, strictly between 0 and 1."""
+    return _uniform(noise_bits(seeds, positions, 1))[:, 0]
+
+
 def gumbel_noise(seeds: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
     """Standard Gumbel noise -log(-log(u)) from the upper 53 bits: [R, num_tokens] float64, finite."""
-    upper = _shift_right(noise_bits(seeds, positions, num_tokens), 11)
-    uniform = upper.to(torch.float64).add_(0.5).mul_(2.0**-53)  # strictly between 0 and 1
+    return _uniform(noise_bits(seeds, positions, num_tokens)).log_().neg_().log_().neg_()
+
+
+def _uniform(bits: Tensor) -> Tensor:
+    uniform = _shift_right(bits, 11).to(torch.float64).add_(0.5).mul_(2.0**-53)  # strictly between 0 and 1
     # The largest value rounds to 1: keep it below, so that no token gets infinite noise.
-    uniform.clamp_(max=1.0 - 2.0**-53)
-    return uniform.log_().neg_().log_().neg_()
+    return uniform.clamp_(max=1.0 - 2.0**-53)
 
 
 def _mix(x: Tensor) -> Tensor:

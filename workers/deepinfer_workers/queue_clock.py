@@ -19,7 +19,12 @@ class Timing:
     def __init__(self, before: torch.cuda.Event) -> None:
         self._before = before
         self._started = _mark()
+        self._drafts: torch.cuda.Event | None = None
         self.ended: torch.cuda.Event
+
+    def begin_drafts(self) -> None:
+        """What follows, to the end, makes drafts."""
+        self._drafts = _mark()
 
     def end(self) -> None:
         """All of the step's work is queued."""
@@ -29,6 +34,10 @@ class Timing:
         """Waits for the step's end."""
         self.ended.synchronize()
         return StepTimes(_elapsed_us(self._started, self.ended), _elapsed_us(self._before, self._started))
+
+    def read_drafts_us(self) -> int:
+        """After the step's end."""
+        return 0 if self._drafts is None else _elapsed_us(self._drafts, self.ended)
 
 
 class QueueClock:

@@ -6,10 +6,11 @@ keeps in mind must be its own; the state on the device belongs to `launch`.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from deepinfer_protocol import MaskBatch, Ready, StepPlan
+from deepinfer_protocol import MaskBatch, Ready, StepPlan, split_columns
 
 BatchT = TypeVar("BatchT")
 
@@ -32,6 +33,15 @@ class StepOutput(NamedTuple):
     prompt_logprob_ids: bytes = b""
     prompt_logprobs: bytes = b""
     prompt_logprob_ranks: bytes = b""
+    num_verified: bytes = b""
+    survivals: bytes = b""
+    predicted: bytes = b""
+    draft_us: int = 0
+
+    @property
+    def lengths(self) -> array[int]:
+        """Of the rows' slots, after the step."""
+        return split_columns(self.rows, 4)[2]
 
 
 class PendingStep(Protocol):

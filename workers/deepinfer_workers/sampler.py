@@ -98,18 +98,17 @@ def or_else(logits: Tensor, fallback: Tensor) -> Tensor:
 # ---- sampling
 
 
-def sample_warm(
+def warm_scores(
     logits: Tensor,
     temperature: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
     *,
     log_min_p: Tensor | None = None,
     top_rows: tuple[TopRows, ...] = (),
 ) -> Tensor:
-    """One token for each row of `logits` [R, V] at its `temperature` above 0, [R] float64: [R] int64.
+    """Scores [R, V] float64 whose softmax is what the rows of `logits` [R, V] are sampled from.
 
-    `log_min_p` [R] float64: the logarithm of min-p, minus infinity where there is none.
+    `temperature` [R] float64 is above 0. `log_min_p` [R] float64: the logarithm of min-p, minus infinity where there is
+    none.
     """
     # From the largest down, so that no temperature overflows: a tiny one sends all but the best to minus infinity.
     scores = logits.double()  # [R, V]
@@ -119,7 +118,12 @@ def sample_warm(
     for top in top_rows:
         kept = _keep_top(scores.index_select(0, top.rows), top.top_k, top.top_p, top.max_kept)
         scores.index_copy_(0, top.rows, kept)
-    return scores.add_(gumbel_noise(seeds, positions, logits.shape[1])).argmax(-1)
+    return scores
+
+
+def choose(scores: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """One token for each row of `scores` [R, V] float64, by the noise of `seeds` and `positions` [R]: [R] int64."""
+    return (scores + gumbel_noise(seeds, positions, scores.shape[1])).argmax(-1)
 
 
 def _keep_top(scores: Tensor, top_k: Tensor, top_p: Tensor, max_kept: int | None) -> Tensor:

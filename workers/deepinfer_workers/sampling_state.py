@@ -17,13 +17,22 @@ from math import inf, log
 from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from deepinfer_protocol import LogitShaping, ProtocolError, SlotSampling, split_words
 from deepinfer_workers import sampler
 from deepinfer_workers.batch import Admission, Ints
-from deepinfer_workers.sampler import ROWS_AT_ONCE, BestLogprobs, TopRows, best_logprobs, sample_warm, unpack_masks
+from deepinfer_workers.sampler import (
+    ROWS_AT_ONCE,
+    BestLogprobs,
+    TopRows,
+    best_logprobs,
+    choose,
+    unpack_masks,
+    warm_scores,
+)
 from deepinfer_workers.upload import to_device
 
 
@@ -42,6 +51,8 @@ class Feature(IntFlag):
     ALLOWED = 64
     MIN_LENGTH = 128
     BAD_WORDS = 256
+    REJECTS = 512
+    """Drafts are accepted by rejection sampling."""
 
 
 STATIC: Final = Feature.BIAS | Feature.ALLOWED
@@ -66,6 +77,17 @@ class Logprobs:
     """[R] int64: each token's own."""
     counts: list[int]
     """[R]: how many of the best each row asked for."""
+    rows: Ints
+    """[R], on the host: which of the tokens that were given these are."""
+
+    def only(self, is_wanted: npt.NDArray[np.bool_]) -> Logprobs:
+        """Of those among the given tokens that `is_wanted` says. The tensors are on the host."""
+        kept = is_wanted[self.rows]
+        if kept.all():
+            return self
+        at = torch.from_numpy(np.flatnonzero(kept))
+        counts = [count for count, is_kept in zip(self.counts, kept, strict=True) if is_kept]
+        return Logprobs(self.ids[at], self.values[at], self.ranks[at], counts, self.rows[kept])
 
     def to_bytes(self) -> tuple[bytes, bytes, bytes]:
         """The columns `logprob_ids`, `logprobs` and `logprob_ranks` of a `StepResult`. The tensors are on the host."""
@@ -211,6 +233,10 @@ class SamplingState:
         return logits.argmax(-1).index_copy_(0, index, chosen)
 
     def _sample_warm(self, logits: Tensor, slots: Ints, features: Ints, positions: Tensor) -> Tensor:
+        scores = self._warm_scores(logits, slots, features)
+        return choose(scores, self.seeds(slots), positions)
+
+    def _warm_scores(self, logits: Tensor, slots: Ints, features: Ints) -> Tensor:
         few, many = (np.flatnonzero(features & feature) for feature in (Feature.TOP_FEW, Feature.TOP_MANY))
         at, few_rows, many_rows = _upload([slots, few, many], logits.device)
         max_few = int(self._top_k[slots[few]].max(initial=0))
@@ -219,14 +245,55 @@ class SamplingState:
             TopRows(rows, self._columns.ints("top_k", at[rows]), self._columns.floats("top_p", at[rows]), most)
             for rows, most in groups
         ]
-        return sample_warm(
+        return warm_scores(
             logits,
             self._columns.floats("temperature", at),
-            self._columns.ints("seed", at),
-            positions,
             log_min_p=self._columns.floats("log_min_p", at) if (features & Feature.MIN_P).any() else None,
             top_rows=tuple(top_rows),
         )
+
+    # ---- what drafts need
+
+    def seeds(self, slots: Ints) -> Tensor:
+        """[R]"""
+        return self._columns.ints("seed", to_device(slots, self._tokens.device))
+
+    def is_warm(self, slots: Ints) -> npt.NDArray[np.bool_]:
+        """[R], on the host: those with a temperature."""
+        is_warm: npt.NDArray[np.bool_] = (self._features[slots] & Feature.WARM) != 0
+        return is_warm
+
+    def rejects(self, slots: Ints) -> npt.NDArray[np.bool_]:
+        """[R], on the host: those whose drafts are accepted by rejection sampling."""
+        rejects: npt.NDArray[np.bool_] = (self._features[slots] & Feature.REJECTS) != 0
+        return rejects
+
+    def scores(self, logits: Tensor, slots: Ints, positions: Tensor, num_known: Ints) -> Tensor:
+        """[R, V] float64, of slots with a temperature: their softmax is what `sample` draws from. As `sample` has it.
+
+        For `ROWS_AT_ONCE` rows, about: there are several temporaries of the result's size.
+        """
+        features = self._features[slots]
+        if (features & SHAPED).any():
+            logits = self._shape(logits, slots, features, positions, None, num_known)
+        return self._warm_scores(logits, slots, features)
+
+    def draft_logits(self, logits: Tensor, slots: Ints) -> Tensor:
+        """`logits` [R, V] of a draft stage with what its slots always ask for: biases and allowed tokens."""
+        rows = np.flatnonzero(self._features[slots] & STATIC)
+        if not rows.size:
+            return logits
+        [index] = _upload([rows], logits.device)
+        some = logits.index_select(0, index)
+        shaped = some.clone()
+        features = self._features[slots[rows]]
+        self._restrict(shaped, slots[rows], np.flatnonzero(features & Feature.ALLOWED))
+        self._add_bias(shaped, slots[rows], np.flatnonzero(features & Feature.BIAS))
+        return logits.index_copy(0, index, sampler.or_else(shaped, some))
+
+    def draft_scores(self, logits: Tensor, slots: Ints) -> Tensor:
+        """[R, V] float64 of `draft_logits`, of slots with a temperature: drafts are drawn from their softmax."""
+        return self._warm_scores(logits, slots, self._features[slots])
 
     # ---- logits before the temperature
 
@@ -332,7 +399,7 @@ class SamplingState:
             return None
         [index] = _upload([wanted], logits.device)
         parts = [(logits.index_select(0, rows), tokens.index_select(0, rows)) for rows in index.split(ROWS_AT_ONCE)]
-        return _logprobs(parts, counts[wanted].tolist())
+        return _logprobs(parts, counts[wanted].tolist(), wanted)
 
     def prompt_positions(self, slots: Ints, starts: Ints, counts: Ints) -> PromptPositions | None:
         """Which positions of a step must have logits for the prompts that asked; `None` if there are none.
@@ -356,14 +423,14 @@ class SamplingState:
         """Of the prompts' own tokens. `logits`: those of the `wanted` positions, `ROWS_AT_ONCE` by `ROWS_AT_ONCE`."""
         slots, nexts = _upload([wanted.slots, wanted.nexts], self._tokens.device)
         tokens = self._tokens[slots, nexts].long().split(ROWS_AT_ONCE)
-        return _logprobs(zip(logits, tokens, strict=True), wanted.counts)
+        return _logprobs(zip(logits, tokens, strict=True), wanted.counts, np.arange(len(wanted.counts)))
 
 
-def _logprobs(parts: Iterable[tuple[Tensor, Tensor]], counts: list[int]) -> Logprobs:
+def _logprobs(parts: Iterable[tuple[Tensor, Tensor]], counts: list[int], rows: Ints) -> Logprobs:
     """Of all parts together, as many of the best as any row asks for; a part is logits [rows, V] and tokens [rows]."""
     found = [best_logprobs(logits, tokens, max(counts)) for logits, tokens in parts]
     best = found[0] if len(found) == 1 else BestLogprobs(*map(torch.cat, zip(*found, strict=True)))
-    return Logprobs(best.ids, best.values, best.ranks, counts)
+    return Logprobs(best.ids, best.values, best.ranks, counts, rows)
 
 
 def _features(sampling: SlotSampling) -> Feature:
@@ -381,6 +448,7 @@ def _features(sampling: SlotSampling) -> Feature:
         Feature.ALLOWED: bool(shaping.allowed_bits),
         Feature.MIN_LENGTH: sampling.min_length > 0,
         Feature.BAD_WORDS: bool(shaping.bad_words),
+        Feature.REJECTS: sampling.rejects and sampling.temperature > 0,
     }
     return Feature(sum(feature for feature, is_used in used.items() if is_used))
 

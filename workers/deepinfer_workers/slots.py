@@ -50,6 +50,10 @@ class SlotState:
     def write_lengths(self, slots: Tensor, lengths: Tensor) -> None:
         self.lengths[slots] = lengths
 
+    def write_drafts(self, slots: Tensor, offsets: Tensor, tokens: Tensor) -> None:
+        """`tokens` [D] are guessed for the positions `offsets` [D] past the lengths of `slots` [D]."""
+        self.write_tokens(slots, self.lengths[slots] + offsets, tokens)
+
     def gather(self, slots: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, positions and cache indices, [T] each, of the positions `offsets` [T] past their slot's length."""
         positions = self.lengths[slots] + offsets
@@ -61,6 +65,10 @@ class SlotState:
         """The keys and values of these positions' `slots` [T] are written."""
         self.lengths.index_add_(0, slots, torch.ones_like(slots))
         self.lengths[-1:].zero_()
+
+    def take_back(self, slots: Tensor, counts: Tensor) -> None:
+        """The last `counts` [R] positions of `slots` [R] held other tokens than those that were taken."""
+        self.lengths.index_add_(0, slots, -counts)
 
 
 def _num_columns(max_len: int, block_size: int) -> int:

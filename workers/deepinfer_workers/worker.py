@@ -269,6 +269,10 @@ class _Device:
             prompt_logprob_ids=output.prompt_logprob_ids,
             prompt_logprobs=output.prompt_logprobs,
             prompt_logprob_ranks=output.prompt_logprob_ranks,
+            num_verified=output.num_verified,
+            survivals=output.survivals,
+            predicted=output.predicted,
+            draft_us=min(output.draft_us, INT32_MAX),
         )
         self._frames.append(encode(result))
         self._ring()

@@ -19,6 +19,7 @@ from deepinfer_workers.kv import CacheShape, PagedKVCache
 from deepinfer_workers.models.llama_config import LlamaConfig
 from deepinfer_workers.models.llama_weights import LlamaWeights
 from deepinfer_workers.models.model import CacheNeeds, Drafter, ModelOptions, Step, check_max_len
+from deepinfer_workers.runner import WorkerFault
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,9 @@ class Llama:
     ) -> None:
         """Raises `WorkerFault`."""
         self.config = LlamaConfig.read(checkpoint)
+        if options.num_drafts > 0:
+            text = f"num_drafts: this architecture has no draft stages, {options.num_drafts} came"
+            raise WorkerFault("setting", text)
         check_max_len(checkpoint.name, options.max_len, self.config.max_len)
         self.vocab_size = self.config.vocab_size
         self.max_len = options.max_len or self.config.max_len

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepinfer_kernels import rms_norm
 from deepinfer_workers.models.deepseek.caches import PagedRows, Rings
 from deepinfer_workers.models.deepseek.compressor import Compressor
 from deepinfer_workers.models.deepseek.formats import CacheFormats
 from deepinfer_workers.models.deepseek.indexer import Choice, Indexer
 from deepinfer_workers.models.deepseek.layer_caches import SourceRows
 from deepinfer_workers.models.deepseek.positions import StepPositions
+from deepinfer_workers.models.deepseek.projections import Projections
 from deepinfer_workers.models.deepseek.rope import RopeTable, Turns, turn
 from deepinfer_workers.models.deepseek.selection import all_visible
 from deepinfer_workers.models.deepseek.sparse_attention import PIECE, attend, pad_keys
@@ -94,39 +94,27 @@ class Attention:
         self._config = config
         self._table = table
         self._window_format = formats.window
-        self._wq_a, self._wq_b = weights.linear(f"{name}.wq_a"), weights.linear(f"{name}.wq_b")
-        self._q_norm = weights.norm(f"{name}.q_norm")
-        self._wkv, self._kv_norm = weights.linear(f"{name}.wkv"), weights.norm(f"{name}.kv_norm")
+        self._projections = Projections(weights, name)
         self._sinks = weights.plain(f"{name}.attn_sink")  # [H]
-        # The released model takes the weights of the first output product as they are, without rounding its input.
-        first, _ = weights.matrix(f"{name}.wo_a")
-        self._wo_a = [weights.product(part, quantizes=False) for part in first.chunk(config.o_groups)]
-        self._wo_b = weights.linear(f"{name}.wo_b")
         self._ratio = config.ratios[layer]
         self.source = RowSource(weights, name, layer, table) if layer in config.kv_sources else None
         self._indexer: Indexer | None = None
         if layer in config.index_sources:
             self._indexer = Indexer(weights, f"{name}.indexer", layer, formats.round_index_query)
         self._sees_all = bool(self._ratio) and config.index_source_of(layer) is None
-        # V4: queries of one length, head by head.
-        self._head_norm = torch.ones(config.head_dim, device=weights.device) if config.family == "v4" else None
 
     def __call__(self, x: Tensor, positions: StepPositions, window: Rings, state: StepState) -> Tensor:
         """`x` [T, C]: [T, C]. The step's compressed rows have been written."""
-        config = self._config
+        projections = self._projections
         turns = self._table.at(positions.positions)
-        latent = self._q_norm(self._wq_a(x))
-        queries = self._wq_b(latent).unflatten(1, (config.num_heads, config.head_dim))  # [T, H, D]
-        if self._head_norm is not None:
-            queries = rms_norm(queries, self._head_norm, config.rms_eps)
-        keys = self._kv_norm(self._wkv(x))  # [T, D]
-        keys = turn(keys[:, None], turns)[:, 0]
+        latent = projections.latent(x)
+        keys = projections.keys(x, turns)
         if self._indexer is not None:
             state.choice = self._choose(self._indexer, latent, x, turns, positions, state)
         elif self._sees_all:
             state.choice = Choice(all_visible(positions.num_visible(self._ratio)))
-        out = self._attend(turn(queries, turns), keys, positions, window, state)
-        return self._project(turn(out, turns, back=True))
+        out = self._attend(projections.queries(latent, turns), keys, positions, window, state)
+        return projections.output(out, turns)
 
     def _choose(
         self, indexer: Indexer, latent: Tensor, x: Tensor, turns: Turns, positions: StepPositions, state: StepState
@@ -169,8 +157,3 @@ class Attention:
         numbers, is_padding = pad_keys(numbers, numbers < 0)
         numbers = numbers.masked_fill(is_padding, -1)
         return main.read(positions.row_indices(piece, numbers, state.source.ratio, main.null_row)), is_padding
-
-    def _project(self, out: Tensor) -> Tensor:
-        """`out` [T, H, D], turned back: [T, C]."""
-        groups = out.flatten(1).chunk(len(self._wo_a), 1)  # [T, H * D / groups] each
-        return self._wo_b(torch.cat([linear(group) for linear, group in zip(self._wo_a, groups, strict=True)], 1))

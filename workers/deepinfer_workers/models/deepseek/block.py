@@ -5,15 +5,17 @@ Legend: `T` positions, `n` streams, `C` channels.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from deepinfer_workers.models.deepseek.attention import Attention, StepState
 from deepinfer_workers.models.deepseek.formats import CacheFormats
 from deepinfer_workers.models.deepseek.hyper import HyperConnection, Mixes, collapse, expand
 from deepinfer_workers.models.deepseek.layer_caches import LayerCaches
-from deepinfer_workers.models.deepseek.moe import ExpertCache, MoE
+from deepinfer_workers.models.deepseek.moe import ExpertCache, MoE, Routing
 from deepinfer_workers.models.deepseek.positions import StepPositions
 from deepinfer_workers.models.deepseek.rope import RopeTable
 from deepinfer_workers.models.deepseek.weights import DeepseekWeights
@@ -31,6 +33,14 @@ class Streams(NamedTuple):
         return Streams(self.values.index_select(0, index), self.shares.index_select(0, index))
 
 
+def enter(embedded: Tensor, num_streams: int) -> Streams:
+    """Every stream starts as the token's embedding, [T, C]; the first sublayer reads the first one."""
+    values = embedded[:, None].repeat(1, num_streams, 1)
+    shares = torch.zeros(values.shape[:2], device=values.device)
+    shares[:, 0] = 1.0
+    return Streams(values, shares)
+
+
 class AttentionInput(NamedTuple):
     """What the attention of a layer reads, for positions whose streams have not changed since."""
 
@@ -38,6 +48,42 @@ class AttentionInput(NamedTuple):
     """[T, C]"""
     mixes: Mixes | None
     """V4: the shares that `x` was read by are among them."""
+
+
+class Sublayers:
+    """All of a layer but its attention: how the streams are read and written, and the experts."""
+
+    def __init__(self, weights: DeepseekWeights, name: str, experts: ExpertCache, routing: Routing) -> None:
+        self._reads_ahead = weights.config.family == "v4.1"
+        self._attention_mixes = HyperConnection(weights, f"{name}.hc_attn")
+        self._ffn_mixes = HyperConnection(weights, f"{name}.hc_ffn")
+        self._attention_norm = weights.norm(f"{name}.attn_norm")
+        self._ffn_norm = weights.norm(f"{name}.ffn_norm")
+        self._moe = MoE(weights, f"{name}.ffn", experts, routing)
+
+    def __call__(
+        self,
+        streams: Streams,
+        tokens: Tensor,
+        attend: Callable[[Tensor], Tensor],
+        known: AttentionInput | None = None,
+    ) -> Streams:
+        """The streams behind the layer, whose attention is `attend`, [T, C] to [T, C].
+
+        Single pass: each sublayer reads by the shares that the one before it made. `known`: what `read` gave.
+        """
+        x, mixes = self.read(streams) if known is None else known
+        mixes = self._attention_mixes.mixes(streams.values) if mixes is None else mixes
+        values = expand(attend(x), streams.values, mixes)
+        ffn_mixes = self._ffn_mixes.mixes(values)
+        shares = mixes.collapse if self._reads_ahead else ffn_mixes.collapse
+        x = self._ffn_norm(collapse(shares, values))
+        return Streams(expand(self._moe(x, tokens), values, ffn_mixes), ffn_mixes.collapse)
+
+    def read(self, streams: Streams) -> AttentionInput:
+        mixes = None if self._reads_ahead else self._attention_mixes.mixes(streams.values)
+        shares = streams.shares if mixes is None else mixes.collapse
+        return AttentionInput(self._attention_norm(collapse(shares, streams.values)), mixes)
 
 
 class Block:
@@ -50,13 +96,8 @@ class Block:
         experts: ExpertCache,
     ) -> None:
         name = f"layers.{layer}"
-        self._reads_ahead = weights.config.family == "v4.1"
-        self._attention_mixes = HyperConnection(weights, f"{name}.hc_attn")
-        self._ffn_mixes = HyperConnection(weights, f"{name}.hc_ffn")
-        self._attention_norm = weights.norm(f"{name}.attn_norm")
-        self._ffn_norm = weights.norm(f"{name}.ffn_norm")
         self._attention = Attention(weights, f"{name}.attn", layer, table, formats)
-        self._moe = MoE(weights, f"{name}.ffn", layer, experts)
+        self._sublayers = Sublayers(weights, name, experts, Routing.of_layer(weights, layer))
 
     def make_rows(
         self, streams: Streams, positions: StepPositions, caches: LayerCaches, state: StepState
@@ -64,7 +105,7 @@ class Block:
         """A source layer's compressed rows, of all positions; what they were made of."""
         source = self._attention.source
         assert source is not None and caches.source is not None
-        known = self._read(streams)
+        known = self._sublayers.read(streams)
         source.write(known.x, positions, caches.source)
         state.source = caches.source
         return known
@@ -77,20 +118,9 @@ class Block:
         state: StepState,
         known: AttentionInput | None = None,
     ) -> Streams:
-        """The streams behind the layer. Single pass: each sublayer reads by the shares that the one before it made.
+        """The streams behind the layer. `known`: what `make_rows` has read, where it was of the same positions."""
 
-        `known`: what `make_rows` has read, where it was of the same positions.
-        """
-        x, mixes = self._read(streams) if known is None else known
-        mixes = self._attention_mixes.mixes(streams.values) if mixes is None else mixes
-        out = self._attention(x, positions, caches.window, state)
-        values = expand(out, streams.values, mixes)
-        ffn_mixes = self._ffn_mixes.mixes(values)
-        shares = mixes.collapse if self._reads_ahead else ffn_mixes.collapse
-        x = self._ffn_norm(collapse(shares, values))
-        return Streams(expand(self._moe(x, positions.tokens), values, ffn_mixes), ffn_mixes.collapse)
+        def attend(x: Tensor) -> Tensor:
+            return self._attention(x, positions, caches.window, state)
 
-    def _read(self, streams: Streams) -> AttentionInput:
-        mixes = None if self._reads_ahead else self._attention_mixes.mixes(streams.values)
-        shares = streams.shares if mixes is None else mixes.collapse
-        return AttentionInput(self._attention_norm(collapse(shares, streams.values)), mixes)
+        return self._sublayers(streams, positions.tokens, attend, known)

@@ -73,6 +73,7 @@ class EngramLayers:
         """By layer, of the step's first `num_positions`, which are no padding."""
         assert isinstance(step.prefetched, EngramPrefetch)
         prefetched = step.prefetched
+        prefetched.settle(step.rows.counts, len(step.tokens))
         fetched = prefetched.take(self._ngrams(step, prefetched.missing))
         return {
             layer: Added(engram, rows.dequantize()[:num_positions].to(self._device), self._image_token_id)

@@ -37,6 +37,8 @@ class KnownPositions(NamedTuple):
 
     places: Ints
     """[K]: indices among the step's positions, rising."""
+    rows: Ints
+    """[K]: the row of each."""
     tokens: Ints
     """[K, N]: the n-gram of each, newest first."""
 
@@ -63,11 +65,12 @@ class KnownTokens:
         counts = np.clip(self._num_known[batch.slots] - starts, 0, batch.counts)  # [S]
         firsts = np.cumsum(batch.counts) - batch.counts  # [S]
         places, tokens = [np.empty(0, np.int64)], [np.empty((0, self._max_ngram), np.int64)]
+        rows = np.repeat(np.arange(len(counts)), counts)
         for row in np.flatnonzero(counts).tolist():
             count = int(counts[row])
             places.append(np.arange(firsts[row], firsts[row] + count))
             tokens.append(ngrams(self._tokens[int(batch.slots[row])], int(starts[row]), count, self._max_ngram))
-        return KnownPositions(np.concatenate(places), np.concatenate(tokens))
+        return KnownPositions(np.concatenate(places), rows, np.concatenate(tokens))
 
 
 class EngramPrefetcher:
@@ -83,7 +86,7 @@ class EngramPrefetcher:
         """Host thread, in the order of the plans: begin to fetch for a step whose rows begin at `starts` [S]."""
         known = self._known.apply(batch, starts)
         future = self._executor.submit(self._fetch, known.tokens) if known.places.size else None
-        return EngramPrefetch(self._sources, known, batch.num_positions, future)
+        return EngramPrefetch(self._sources, known, batch.counts, batch.num_positions, future)
 
     def close(self) -> None:
         """Finish what has begun, and end the thread. Steps that were submitted can still be launched."""
@@ -100,17 +103,33 @@ class EngramPrefetch:
         self,
         sources: Sequence[EngramSource],
         known: KnownPositions,
+        counts: Ints,
         num_positions: int,
         future: Future[list[EngramRows]] | None,
     ) -> None:
-        is_missing = np.ones(num_positions, np.bool_)
-        is_missing[known.places] = False
-        self.missing: Ints = np.flatnonzero(is_missing)
+        self.missing: Ints
         """Places in the step whose tokens the host does not know, rising; padding is among them."""
         self._sources = sources
         self._known = known
-        self._num_positions = num_positions
+        self._counts = counts
         self._future = future
+        self._find_missing(num_positions)
+
+    def settle(self, counts: Ints, num_positions: int) -> None:
+        """The rows have `counts` [S] positions after all, of T: those that verify drafts became longer."""
+        known = self._known
+        if num_positions == self._num_positions and np.array_equal(counts, self._counts):
+            return
+        shifts = np.cumsum(counts - self._counts) - (counts - self._counts)  # [S]: of the rows' first positions
+        self._known = known._replace(places=known.places + shifts[known.rows])
+        self._counts = counts
+        self._find_missing(num_positions)
+
+    def _find_missing(self, num_positions: int) -> None:
+        is_missing = np.ones(num_positions, np.bool_)
+        is_missing[self._known.places] = False
+        self.missing = np.flatnonzero(is_missing)
+        self._num_positions = num_positions
 
     def take(self, tokens: Ints) -> list[EngramRows]:
         """Rows of every layer for all T positions. `tokens` [T - K, N] are the n-grams of `missing`, newest first.

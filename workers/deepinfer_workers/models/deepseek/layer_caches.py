@@ -46,11 +46,19 @@ class DeepseekCaches:
         self._config, self._formats, self._limits, self._device = config, formats, limits, device
         self.layers = [
             LayerCaches(
-                Rings(formats.window, limits.num_slots + 1, window_capacity(config), device),
+                self._window(),
                 self._source(layer) if layer in config.kv_sources else None,
             )
             for layer in range(config.num_layers)
         ]
+
+    def draft_rings(self) -> list[Rings]:
+        """One for each draft stage."""
+        return [self._window() for _ in range(self._config.num_stages)]
+
+    def _window(self) -> Rings:
+        capacity = window_capacity(self._config)
+        return Rings(self._formats.window, self._limits.num_slots + 1, capacity, self._device)
 
     def _source(self, layer: int) -> SourceRows:
         config, formats = self._config, self._formats
@@ -116,3 +124,8 @@ def slot_bytes(config: DeepseekConfig, formats: CacheFormats) -> int:
         shapes = filter(None, pending_shapes(config, layer))
         total += sum(pending_capacity(config, shape) * pending_format(shape.state_dim).row_bytes for shape in shapes)
     return total
+
+
+def draft_slot_bytes(config: DeepseekConfig, formats: CacheFormats) -> int:
+    """Of the draft stages' context, for one slot."""
+    return config.num_stages * window_capacity(config) * formats.window.row_bytes

@@ -27,7 +27,8 @@ def load_deepseek(
     num_ranks: int = 1,
     rank: int = 0,
 ) -> Deepseek:
-    """V4.1 or V4, as config.json says. Draft stages and vision are left out.
+    """V4.1 or V4, as config.json says. Draft stages are there if `options` ask for them; vision is
+    left out.
 
     With the routed experts of expert-parallel rank `rank` of `num_ranks`; all else is on every rank. Raises
     `WorkerFault`.
@@ -36,11 +37,23 @@ def load_deepseek(
         raise unsupported(checkpoint.name, "random weights of this architecture are written as a checkpoint")
     config = DeepseekConfig.read(checkpoint.metadata, "config.json")
     check_max_len(checkpoint.name, options.max_len, config.max_len)
+    drafts = check_drafts(options.num_drafts, config)
     if config.family == "v4.1":
-        check_keep(options.keep_tokens, config.window, 0 if config.dspark is None else config.dspark.block_size)
+        check_keep(options.keep_tokens, config.window, drafts)
     check_block_size(options.block_size, config)
-    tensors = RankTensors(checkpoint, config, num_ranks, rank, report=report)
+    tensors = RankTensors(checkpoint, config, num_ranks, rank, has_drafts=drafts > 0, report=report)
     return Deepseek(tensors, config, ops, options)
+
+
+def check_drafts(num_drafts: int, config: DeepseekConfig) -> int:
+    """The longest draft: `num_drafts`, or for -1 the block that the checkpoint has. Raises `WorkerFault`."""
+    block_size = 0 if config.dspark is None else config.dspark.block_size
+    if num_drafts > 0 and config.dspark is None:
+        why = f"num_nextn_predict_layers is {config.num_stages}"
+        raise WorkerFault("setting", f"num_drafts: the checkpoint has no DSpark stages ({why})")
+    if num_drafts > block_size:
+        raise WorkerFault("setting", f"num_drafts: the checkpoint's block is {block_size}, {num_drafts} came")
+    return block_size if num_drafts < 0 else num_drafts
 
 
 def num_threads_for(checkpoint: Checkpoint) -> int:

@@ -19,7 +19,7 @@ from deepinfer_workers import slots
 from deepinfer_workers.capacity import block_size_of
 from deepinfer_workers.models.deepseek.config import DeepseekConfig
 from deepinfer_workers.models.deepseek.formats import cache_formats
-from deepinfer_workers.models.deepseek.layer_caches import slot_bytes, token_bytes, window_capacity
+from deepinfer_workers.models.deepseek.layer_caches import draft_slot_bytes, slot_bytes, token_bytes
 from deepinfer_workers.models.deepseek.rank_tensors import experts_of_rank
 from deepinfer_workers.models.deepseek.tensors import DRAFT_GROUPS, TensorSpec
 from deepinfer_workers.runner import WorkerFault
@@ -108,7 +108,7 @@ def shared_memory(config: DeepseekConfig, specs: Mapping[str, TensorSpec], sizes
         token_bytes=token_bytes(config, formats),
         slot_bytes=slot_bytes(config, formats),
         known_slot_bytes=slots.slot_bytes(config.max_len, block_size_of(config.block_multiple)),
-        draft_slot_bytes=config.num_stages * window_capacity(config) * formats.window.row_bytes,
+        draft_slot_bytes=draft_slot_bytes(config, formats),
     )
 
 

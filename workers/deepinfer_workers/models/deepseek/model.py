@@ -19,12 +19,13 @@ from torch import Tensor
 from deepinfer_kernels import Ops
 from deepinfer_workers.batch import Admission, DeviceBatch, Ints, Limits
 from deepinfer_workers.models.deepseek.attention import StepState
-from deepinfer_workers.models.deepseek.block import Block, Streams
+from deepinfer_workers.models.deepseek.block import Block, Streams, enter
 from deepinfer_workers.models.deepseek.config import DeepseekConfig
+from deepinfer_workers.models.deepseek.dspark import DsparkDrafter
 from deepinfer_workers.models.deepseek.engram_layers import EngramLayers
 from deepinfer_workers.models.deepseek.formats import cache_formats
 from deepinfer_workers.models.deepseek.hyper import HeadCollapse, collapse
-from deepinfer_workers.models.deepseek.layer_caches import DeepseekCaches, slot_bytes, token_bytes
+from deepinfer_workers.models.deepseek.layer_caches import DeepseekCaches, draft_slot_bytes, slot_bytes, token_bytes
 from deepinfer_workers.models.deepseek.moe import ExpertCache
 from deepinfer_workers.models.deepseek.pieces import Pieces
 from deepinfer_workers.models.deepseek.positions import StepPositions
@@ -57,6 +58,31 @@ class SlotFloors:
         """Below, the decoder half computes nothing."""
 
 
+class Taps:
+    """What the drafter's target layers hold of a step's positions: means over the streams.
+
+    V4.1: what goes into the layers, behind an Engram. V4: what comes out of them.
+    """
+
+    def __init__(self, config: DeepseekConfig, *, is_open: bool) -> None:
+        """Nothing is taken where not `is_open`."""
+        self._layers = config.dspark.target_layers if config.dspark is not None and is_open else ()
+        self._reads_inputs = config.family == "v4.1"
+        self._taken: list[Tensor] = []
+
+    def take(self, layer: int, before: Streams, after: Streams) -> None:
+        if layer in self._layers:
+            self._taken.append((before if self._reads_inputs else after).values.mean(1))
+
+    def narrow(self, kept: Tensor) -> None:
+        """Only the positions `kept` are computed from here on."""
+        self._taken = [taken.index_select(0, kept) for taken in self._taken]
+
+    def values(self) -> Tensor:
+        """[T, L * C], in the order of the layers."""
+        return torch.cat(self._taken, 1)
+
+
 class Deepseek:
     """A `Model`: paged compressed rows, windows and pending groups by slot."""
 
@@ -70,7 +96,9 @@ class Deepseek:
         ops: Ops,
         options: ModelOptions,
     ) -> None:
-        """Of the routed experts those of `tensors` are computed; the part of others in a sum is left out."""
+        """`tensors` have the draft stages if `options` ask for them. Of the routed experts those of
+        `tensors` are computed; the part of others in a sum is left out.
+        """
         self.config = config
         self.vocab_size = config.vocab_size
         self.block_multiple = config.block_multiple
@@ -80,7 +108,7 @@ class Deepseek:
         self._formats = cache_formats(config, options.cache_format, quantizes=options.quantizes_caches)
         weights = DeepseekWeights(tensors, config, ops, options.quantizes_activations)
         self._embedding = weights.stored("embed.weight").to(ops.device)  # [V, C], where it is mapped on the CPU
-        tables = self._rope_tables()
+        tables = self._rope_tables(options.num_drafts)
         self.experts = ExpertCache(weights, options.expert_cache_bytes, options.num_workers)
         self._blocks = [
             Block(weights, layer, tables[ratio > 0], self._formats, self.experts)
@@ -90,14 +118,20 @@ class Deepseek:
         self._collapse = HeadCollapse(weights, "hc_head") if config.family == "v4" else None
         self._norm = weights.norm("norm")
         self._head = weights.head("head.weight")
+        self._drafter: DsparkDrafter | None = None
+        if config.dspark is not None and options.num_drafts:
+            self.drafter = self._drafter = DsparkDrafter(
+                weights, config.dspark, tables[False], self._formats, self.experts, self._embed, self._head
+            )
         self.counts = RowCounts(np.zeros(config.num_layers, np.int64), np.zeros(config.num_layers, np.int64))
 
     def cache_needs(self, block_size: int) -> CacheNeeds:
         config = self.config
         per_token = token_bytes(config, self._formats)
+        drafting = 0 if self._drafter is None else draft_slot_bytes(config, self._formats)
         return CacheNeeds(
             block_bytes=round(per_token * block_size),
-            slot_bytes=slot_bytes(config, self._formats),
+            slot_bytes=slot_bytes(config, self._formats) + drafting,
             token_bytes=per_token,
             bounded_replay=config.window,
             exact_replay=config.num_layers * (config.window - 1),
@@ -107,6 +141,8 @@ class Deepseek:
         self._block_size = limits.block_size
         self._caches = DeepseekCaches(self.config, self._formats, limits, self._ops.device)
         self._floors = SlotFloors(limits.num_slots)
+        if self._drafter is not None:
+            self._drafter.allocate(self._caches.draft_rings(), self._floors.decoder)
         if self._engram is not None:
             self._engram.allocate(limits.num_slots)
 
@@ -138,7 +174,7 @@ class Deepseek:
             return torch.zeros(len(step.tokens), self.config.hidden_size, device=step.tokens.device)
         engram = None if self._engram is None else self._engram.embeddings(step, len(positions))
         streams = self._enter(positions)
-        state = StepState()
+        state, taps = StepState(), Taps(self.config, is_open=self._drafter is not None)
         kept = torch.arange(len(positions), device=step.tokens.device)
         for layer, (block, caches) in enumerate(zip(self._blocks, self._caches.layers, strict=True)):
             if engram is not None and layer in engram:
@@ -152,10 +188,14 @@ class Deepseek:
                 positions, kept = positions.tail(floors)
                 if len(kept) < len(streams.values):
                     streams, known = streams.at(kept), None
+                    taps.narrow(kept)
             if not len(positions):
                 break
-            streams = block(streams, positions, caches, state, known)
+            before, streams = streams, block(streams, positions, caches, state, known)
+            taps.take(layer, before, streams)
             self.counts.through_layer[layer] += len(positions)
+        if self._drafter is not None and len(positions):
+            self._drafter.keep(taps.values(), positions)
         return self._leave(streams, kept, len(step.tokens))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -185,12 +225,11 @@ class Deepseek:
         )
 
     def _enter(self, positions: StepPositions) -> Streams:
-        """Every stream starts as the token's embedding; the first sublayer reads the first one."""
-        embedded = self._ops.embedding(positions.tokens, self._embedding).to(torch.float32)  # [T, C]
-        values = embedded[:, None].repeat(1, self.config.hc_mult, 1)
-        shares = torch.zeros(values.shape[:2], device=values.device)
-        shares[:, 0] = 1.0
-        return Streams(values, shares)
+        return enter(self._embed(positions.tokens), self.config.hc_mult)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """[T] to [T, C] float32."""
+        return self._ops.embedding(tokens, self._embedding).to(torch.float32)
 
     def _leave(self, streams: Streams, kept: Tensor, num_positions: int) -> Tensor:
         hidden = torch.zeros(num_positions, self.config.hidden_size, device=kept.device)
@@ -201,10 +240,11 @@ class Deepseek:
             hidden.index_copy_(0, kept, self._norm(last))
         return hidden
 
-    def _rope_tables(self) -> dict[bool, RopeTable]:
-        """Without and with compressed rows."""
+    def _rope_tables(self, num_drafts: int) -> dict[bool, RopeTable]:
+        """Without and with compressed rows. A block of drafts may stand behind the last position."""
         config, device = self.config, self._ops.device
+        num_behind = config.dspark.block_size if config.dspark is not None and num_drafts else 0
         return {
-            False: RopeTable(config.rope_theta, config.rope_dim, self.max_len, None, device),
+            False: RopeTable(config.rope_theta, config.rope_dim, self.max_len + num_behind, None, device),
             True: RopeTable(config.compress_theta, config.rope_dim, self.max_len, config.yarn, device),
         }

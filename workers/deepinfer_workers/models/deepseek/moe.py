@@ -67,7 +67,26 @@ class ExpertCache:
             free = free_bytes(ops.device)
             most_bytes = DEFAULT_BYTES if free is None else free // 2 // self._num_workers
         most = most_bytes // (3 * config.hidden_size * config.expert_width * ops.dtype.itemsize)
-        return most if most >= config.num_layers * min(config.experts_per_token, len(own)) else 0
+        least = config.num_layers * min(config.experts_per_token, len(own))
+        if config.dspark is not None:
+            drafting = self._weights.tensors.draft_experts
+            least += config.num_stages * min(config.dspark.experts_per_token, len(drafting))
+        return most if most >= least else 0
+
+
+class Routing(NamedTuple):
+    """How a layer shares out its tokens."""
+
+    experts_per_token: int
+    own: range
+    """The experts of this rank."""
+    is_hashed: bool = False
+    """V4: by token id."""
+
+    @classmethod
+    def of_layer(cls, weights: DeepseekWeights, layer: int) -> Routing:
+        config = weights.config
+        return cls(config.experts_per_token, weights.tensors.experts, layer < config.num_hash_layers)
 
 
 def read_expert(weights: DeepseekWeights, name: str) -> ExpertWeights:
@@ -77,12 +96,13 @@ def read_expert(weights: DeepseekWeights, name: str) -> ExpertWeights:
 class Gate:
     """Which experts a token goes to, and with what weight."""
 
-    def __init__(self, weights: DeepseekWeights, name: str, layer: int) -> None:
+    def __init__(self, weights: DeepseekWeights, name: str, routing: Routing) -> None:
         config = weights.config
         self._config = config
+        self._num_chosen = routing.experts_per_token
         self._scores = weights.plain_linear(f"{name}.weight")  # [E, C]
         self._table: Tensor | None = None
-        if layer < config.num_hash_layers:
+        if routing.is_hashed:
             self._table = _expert_table(weights, f"{name}.tid2eid")  # [V, k]
         else:
             self._bias = weights.plain(f"{name}.bias")  # [E]
@@ -94,11 +114,11 @@ class Gate:
         scores = _softplus(self._scores(x)).sqrt()  # [T, E]
         if self._table is None:
             biased = scores + self._bias_of(tokens)
-            experts = biased.sort(dim=-1, descending=True, stable=True).indices[:, : config.experts_per_token]
+            experts = biased.sort(dim=-1, descending=True, stable=True).indices[:, : self._num_chosen]
         else:
             experts = self._table.index_select(0, tokens)
         chosen = scores.gather(1, experts)
-        if config.experts_per_token > 1 or config.family == "v4":  # V4.1 leaves the weight of a single expert
+        if self._num_chosen > 1 or config.family == "v4":  # V4.1 leaves the weight of a single expert
             chosen = chosen / (chosen.sum(-1, keepdim=True) + _LEAST_SUM)
         return experts, chosen * config.route_scale
 
@@ -117,14 +137,14 @@ class MoE:
     count the shared expert once a rank.
     """
 
-    def __init__(self, weights: DeepseekWeights, name: str, layer: int, experts: ExpertCache) -> None:
+    def __init__(self, weights: DeepseekWeights, name: str, experts: ExpertCache, routing: Routing) -> None:
         config = weights.config
         self._name = name
         self._limit = config.swiglu_limit
-        self._gate = Gate(weights, f"{name}.gate", layer)
+        self._gate = Gate(weights, f"{name}.gate", routing)
         self._shared = read_expert(weights, f"{name}.shared_experts")
         self._experts = experts
-        self._own = weights.tensors.experts
+        self._own = routing.own
 
     def __call__(self, x: Tensor, tokens: Tensor) -> Tensor:
         """`x` [T, C]: [T, C], the shared expert added last."""

@@ -92,6 +92,10 @@ class RankTensors:
         specs = expected_tensors(config)
         check_tensors(folder, specs)
         self.experts = experts_of_rank(config.num_experts, num_ranks, rank)
+        self.draft_experts = range(0)
+        """None where drafts are not served."""
+        if has_drafts:
+            self.draft_experts = experts_of_rank(config.num_draft_experts, num_ranks, rank, "draft experts")
         self.path = folder.folder
         self.specs = tensors_of_rank(config, specs, num_ranks, rank, has_drafts=has_drafts, has_vision=has_vision)
         self._folder = folder

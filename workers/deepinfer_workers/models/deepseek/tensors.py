@@ -45,7 +45,7 @@ class TensorSpec(NamedTuple):
     @property
     def is_mapped(self) -> bool:
         """It stays in its file, as tables and routed experts do, and is read in parts when tokens ask for them."""
-        return self.group in ("engram table", "routed experts")
+        return self.group in ("engram table", "routed experts", "draft experts")
 
     @property
     def num_bytes(self) -> int:

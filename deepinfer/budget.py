@@ -1,0 +1,185 @@
+"""How many drafts a step verifies, and whether it makes new ones: none, all, or as many as pay off.
+
+A scheduled budget follows from survivals that are older than the drafts it is for. That is what keeps it lossless: were
+it chosen by the very drafts that it admits, whether one is verified would depend on what was drafted behind it, and
+the tokens would no longer follow the target's distribution (DSpark's counterexample). As it does not, all budgets are
+compared, also behind the first that is no better: what steps cost has jags. Pure and synchronous. Knows nothing of
+requests, of rows' places, or of devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import truediv
+from typing import Final, NamedTuple, Protocol
+
+from deepinfer.costs import CostTable
+
+CERTAIN: Final = 255
+"""A survival of 1, and that of a draft of which nothing is known."""
+ENOUGH_ROWS: Final = 32
+"""Fewer rows say little of those to come: steps before them count, too."""
+FIRST_PROBE: Final = 64
+"""Steps without drafts, after which some are made again to see what they would bring."""
+LAST_PROBE: Final = 512
+"""The most: each time in vain doubles them."""
+MAX_UNKNOWN: Final = 4
+"""Steps of drafts of which nothing is known yet; after as many, what is remembered decides."""
+MARGIN: Final = 0.01
+"""By how much the other way must be faster for a change."""
+
+
+class DraftPlan(NamedTuple):
+    """What one rank does with drafts in one step."""
+
+    verify_budget: int
+    """Drafts that are verified, over all rows."""
+    num_drafts: int
+    """That each sampled row makes."""
+
+
+class DraftPolicy(Protocol):
+    """Chooses for one rank, step after step."""
+
+    longest: int
+    """Drafts that a row has at most."""
+
+    def plan(self, survivals: list[bytes], num_rows: int, num_other: int, room: int) -> DraftPlan:
+        """For a step in which `num_rows` rows decode one position each, beside `num_other` positions of prompts.
+
+        `survivals` has for the rows that have drafts one byte a draft, 255 times the probability that it and those
+        before it are accepted, as far as it may be known: never that of the drafts to be verified now. `room` is how
+        many positions are left for drafts.
+        """
+        ...
+
+
+class NoDrafts:
+    """Implements `DraftPolicy`."""
+
+    longest = 0
+
+    def plan(self, survivals: list[bytes], num_rows: int, num_other: int, room: int) -> DraftPlan:
+        return DraftPlan(0, 0)
+
+
+class FixedDrafts:
+    """Implements `DraftPolicy`: all there are, as far as there is room."""
+
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
+
+    def plan(self, survivals: list[bytes], num_rows: int, num_other: int, room: int) -> DraftPlan:
+        return DraftPlan(min(sum(map(len, survivals)), room), self.longest)
+
+
+class ScheduledDrafts:
+    """Implements `DraftPolicy`: the budget with the most expected tokens in the time of its step.
+
+    Where no budget makes up for making drafts, none are made. Then nothing is heard of how likely they would be, so
+    that now and then a few steps try.
+    """
+
+    def __init__(self, longest: int, costs: CostTable) -> None:
+        self.longest = longest
+        self._costs = costs
+        self._memory = _Memory(longest)
+        self._drafts = True
+        self._num_plain = 0  # steps without drafts, one after another
+        self._next_probe = FIRST_PROBE
+        self._num_unknown = 0  # steps with drafts of which nothing is known, one after another
+
+    def plan(self, survivals: list[bytes], num_rows: int, num_other: int, room: int) -> DraftPlan:
+        if not num_rows:
+            return DraftPlan(0, self.longest if self._drafts else 0)
+        ranked = sorted(b"".join(survivals), reverse=True)
+        is_known = bool(ranked) and ranked[-1] < CERTAIN
+        expected = self._memory.learn(ranked, num_rows) if is_known else self._memory.recall(num_rows)
+        draft_us = self._costs.draft_us(num_rows)
+        best = _best(expected, draft_us, num_rows + num_other, self._costs, room)
+        plain = CERTAIN * num_rows / self._costs.forward_us(num_rows + num_other)
+        self._drafts = self._choose(best.rate / plain, is_known=is_known)
+        if not self._drafts and ranked:  # the last ones there are: they cost no more than their verification
+            best = _best(expected, 0.0, num_rows + num_other, self._costs, min(room, len(ranked)))
+        return DraftPlan(min(best.budget, len(ranked)), self.longest if self._drafts else 0)
+
+    def _choose(self, gain: float, *, is_known: bool) -> bool:
+        """Make drafts? `gain` is how many times as fast a step is with them."""
+        if not self._drafts:
+            self._num_plain += 1
+            if gain > 1 + MARGIN:
+                self._next_probe = FIRST_PROBE
+            elif self._num_plain < self._next_probe:
+                return False
+            else:
+                self._next_probe = min(2 * self._next_probe, LAST_PROBE)
+            self._num_plain = self._num_unknown = 0
+            return True
+        self._num_unknown = 0 if is_known else self._num_unknown + 1
+        return gain > 1 - MARGIN or (not is_known and self._num_unknown <= MAX_UNKNOWN)
+
+
+def best_budget(survivals: bytes, num_rows: int, num_other: int, costs: CostTable, most: int) -> int:
+    """The budget B, at most `most`, that maximises E(B) / T(B); the smallest of equals.
+
+    E(B) = num_rows + the sum of the B best of `survivals` (of all rows, in any order, 255 is certain), the tokens that
+    a step commits. T(B) = draft_us(num_rows) + forward_us(num_rows + num_other + B), what it takes.
+    """
+    expected = list(accumulate(sorted(survivals, reverse=True), initial=CERTAIN * num_rows))
+    return _best(expected, costs.draft_us(num_rows), num_rows + num_other, costs, most).budget
+
+
+class _Best(NamedTuple):
+    budget: int
+    rate: float
+    """Expected tokens, times 255, a microsecond."""
+
+
+def _best(expected: Sequence[float], draft_us: float, num_positions: int, costs: CostTable, most: int) -> _Best:
+    """`expected` has for each budget, from 0 on, the tokens of a step, times 255."""
+    forward_us = costs.forward_range(num_positions, min(len(expected), most + 1))
+    rates = list(map(truediv, expected, [draft_us + us for us in forward_us] if draft_us else forward_us))
+    rate = max(rates)
+    return _Best(rates.index(rate), rate)
+
+
+class _Memory:
+    """What steps were expected to commit, by their budget, times 255: of the latest, or, where rows are few, of more.
+
+    A row alone says what became of itself: that its last draft was hopeless tells little of the next. So the budgets of
+    few rows follow a mean over as many steps as have `ENOUGH_ROWS` rows together.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._num_rows = 1
+        self._expected: list[float] = [CERTAIN * (1.0 + budget) for budget in range(longest + 1)]  # all are certain
+        self._num_learned = 0  # rows
+
+    def learn(self, ranked: list[int], num_rows: int) -> list[float]:
+        """Take in a step's survivals, falling. What is to be expected of such a step, by budgets."""
+        latest: list[float] = list(accumulate(ranked, initial=CERTAIN * num_rows))
+        is_whole = len(ranked) == num_rows * self._longest
+        if num_rows < ENOUGH_ROWS and not is_whole:
+            return self.recall(num_rows)[: len(latest)]
+        self._num_learned += num_rows
+        share = num_rows / min(self._num_learned, ENOUGH_ROWS)
+        if share < 1:
+            earlier = self.recall(num_rows)
+            latest = [old + share * (new - old) for old, new in zip(earlier, latest, strict=False)]
+        self._num_rows, self._expected = num_rows, latest
+        return latest
+
+    def recall(self, num_rows: int) -> list[float]:
+        """As if so many rows were like those remembered."""
+        if num_rows == self._num_rows:
+            return self._expected
+        scale, last = num_rows / self._num_rows, len(self._expected) - 1
+        places = [min(budget / scale, last) for budget in range(num_rows * self._longest + 1)]
+        return [scale * self._between(place) for place in places]
+
+    def _between(self, place: float) -> float:
+        low = int(place)
+        value = self._expected[low]
+        return value if low == place else value + (place - low) * (self._expected[low + 1] - value)

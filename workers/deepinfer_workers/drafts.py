@@ -1,0 +1,236 @@
+"""The drafts of every slot: made by a model's draft stages, kept on the device, judged against the target's logits.
+
+Slots with a seed of their own, and greedy ones, draw their drafts by the very noise that the target's tokens are drawn
+by, of the same position, and accept what equals those. The others have drafts and decisions by noise that is used once:
+a position may be drafted in several steps, so noise goes by the newest token's position (of which there is one step
+only), the place in the block and what it is for. Belongs to the device thread. Knows nothing of plans and forwards.
+
+Legend: `R` rows, `V` vocabulary, `K` drafts, `P` logits of the rows: of each those of its newest token, then those of
+its drafts.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepinfer_protocol.limits import MAX_DRAFTS
+from deepinfer_workers.acceptance import match, reject
+from deepinfer_workers.batch import Ints
+from deepinfer_workers.models.model import Drafter
+from deepinfer_workers.noise import gumbel_noise, uniform_noise
+from deepinfer_workers.sampler import ROWS_AT_ONCE, choose
+from deepinfer_workers.sampling_state import SamplingState
+from deepinfer_workers.upload import to_device
+
+
+class VerifyRows(NamedTuple):
+    """All sampled rows of a step."""
+
+    slots: Ints
+    """[R]"""
+    counts: Ints
+    """[R]: how many drafts each verifies."""
+    places: Tensor
+    """[P]: where the token of each of the logits is to be stored."""
+    num_known: Ints
+    """[P]: bounds, known on the host, of `places`."""
+
+
+class Verdict(NamedTuple):
+    """What the target takes."""
+
+    num_tokens: Tensor
+    """[R] int64: from 1 to one more than the drafts."""
+    tokens: Tensor
+    """[P] int64: of each row the accepted drafts, then the token behind them; what follows means nothing."""
+
+
+_DRAWS: Final = 0x2545F4914F6CDD1D
+_ACCEPTS: Final = 0x369DEA0F31A53F85
+_FOLLOWS: Final = 0x27BB2EE687B0B0FD
+"""What noise is for. Mixed into seeds of 63 bits."""
+_PLACES: Final = MAX_DRAFTS
+"""Places of a block that noise tells apart."""
+_ROWS_AT_ONCE: Final = 16
+"""Rows that are judged together by rejection: several times [rows, K + 1, V] float64."""
+
+
+def draft_slot_bytes(longest: int, vocab_size: int) -> int:
+    """On the device, for one slot."""
+    return longest * (8 + 4 + 4 * vocab_size)
+
+
+class DraftState:
+    """Drafts, their survivals and what they were drawn from, by slot."""
+
+    def __init__(
+        self, num_slots_with_null: int, longest: int, vocab_size: int, sampling: SamplingState, device: torch.device
+    ) -> None:
+        self.longest = longest
+        self._sampling = sampling
+        self._tokens = torch.zeros(num_slots_with_null, longest, dtype=torch.int64, device=device)
+        self._survivals = torch.zeros(num_slots_with_null, longest, device=device)
+        # Logarithms of probabilities, of slots that reject.
+        self._drawn_from = torch.zeros(num_slots_with_null, longest, vocab_size, device=device)
+
+    def propose(self, drafter: Drafter, slots: Ints, anchors: Tensor, tokens: Tensor, num_drafts: int) -> Tensor:
+        """Draft behind `tokens` [R], which stand at `anchors` [R]: survivals [R, num_drafts] float32."""
+        at = to_device(slots, anchors.device)
+        hidden = drafter.hidden(slots, anchors, tokens)
+        survival = torch.ones(len(slots), device=anchors.device)
+        previous = tokens
+        for place in range(num_drafts):
+            some = hidden[:, place]
+            logits = self._sampling.draft_logits(drafter.logits(some, previous), slots)
+            survival = survival * drafter.confidences(some, previous)
+            previous = self._draw(logits, slots, anchors, place)
+            self._tokens[at, place] = previous
+            self._survivals[at, place] = survival
+        return self._survivals[at, :num_drafts]
+
+    def _draw(self, logits: Tensor, slots: Ints, anchors: Tensor, place: int) -> Tensor:
+        """Drafts of one place in every block: [R]."""
+        tokens = logits.argmax(-1)
+        rejects = self._sampling.rejects(slots)
+        warm = np.flatnonzero(self._sampling.is_warm(slots) & ~rejects)
+        for rows in _pieces(warm, ROWS_AT_ONCE):
+            index = to_device(rows, logits.device)
+            scores = self._sampling.draft_scores(logits.index_select(0, index), slots[rows])
+            positions = anchors.index_select(0, index) + 1 + place
+            tokens.index_copy_(0, index, choose(scores, self._sampling.seeds(slots[rows]), positions))
+        for rows in _pieces(np.flatnonzero(rejects), ROWS_AT_ONCE):
+            index = to_device(rows, logits.device)
+            scores = self._sampling.draft_scores(logits.index_select(0, index), slots[rows])
+            drawn_from = scores.log_softmax(-1).float()
+            self._drawn_from[to_device(slots[rows], logits.device), place] = drawn_from
+            seeds = self._sampling.seeds(slots[rows]) ^ _DRAWS
+            moments = anchors.index_select(0, index) * _PLACES + place
+            tokens.index_copy_(0, index, choose(drawn_from.double(), seeds, moments))
+        return tokens
+
+    def lengths(self, slots: Ints, most: Ints, budget: int) -> Ints:
+        """How many drafts each verifies, at most `most` [R] and `budget` together: those of the best survivals."""
+        survivals = self.survivals(slots).cpu().numpy()
+        is_there = np.arange(self.longest) < most[:, None]
+        keys = np.where(is_there, survivals, -1.0).T.ravel()  # earlier places first, then earlier rows
+        best = np.argsort(-keys, kind="stable")[: min(budget, int(most.sum()))]
+        return np.bincount(best % len(slots), minlength=len(slots)).astype(np.int64)
+
+    def survivals(self, slots: Ints) -> Tensor:
+        """[R, longest] float32: of the newest drafts, how probable it is that each is reached and accepted."""
+        return self._survivals[to_device(slots, self._survivals.device)]
+
+    def tokens(self, slots: Ints, counts: Ints) -> Tensor:
+        """The first `counts` [R] drafts of `slots` [R], one after another."""
+        at, places = self._entries(slots, counts)
+        return self._tokens[at, places]
+
+    def predicted(self, slots: Ints, counts: Ints) -> Tensor:
+        """[longest] float32: by place, the survivals of these drafts, summed over rows."""
+        at, places = self._entries(slots, counts)
+        sums = torch.zeros(self.longest, device=self._survivals.device)
+        return sums.index_add_(0, places, self._survivals[at, places])
+
+    def judge(self, logits: Tensor, rows: VerifyRows) -> Verdict:
+        """Which drafts are accepted, and the tokens that are taken. `logits` [P, V]."""
+        rejects = self._sampling.rejects(rows.slots) & (rows.counts > 0)
+        layout = _Layout.of(rows.counts)
+        num_tokens = torch.ones(len(rows.slots), dtype=torch.int64, device=logits.device)
+        tokens = torch.zeros_like(rows.places)
+        matching = np.flatnonzero(~rejects)
+        if matching.size:
+            self._match(logits, rows, layout, matching, num_tokens, tokens)
+        for some in _pieces(np.flatnonzero(rejects), _ROWS_AT_ONCE):
+            self._reject(logits, rows, layout, some, num_tokens, tokens)
+        return Verdict(num_tokens, tokens)
+
+    def _match(
+        self, logits: Tensor, rows: VerifyRows, layout: _Layout, some: Ints, num_tokens: Tensor, tokens: Tensor
+    ) -> None:
+        """Of the rows `some` [R]: into `num_tokens` and `tokens`."""
+        packed = layout.packed(some)
+        is_every = len(packed) == len(layout.owners)
+        at = to_device(packed, logits.device)
+        taken = self._sampling.sample(
+            logits if is_every else logits.index_select(0, at),
+            rows.slots[layout.owners[packed]],
+            rows.places.index_select(0, at),
+            None,
+            rows.num_known[packed],
+        )
+        tokens.index_copy_(0, at, taken)
+        num_drafts = int(rows.counts[some].max())
+        if num_drafts:
+            targets = tokens[to_device(layout.padded(some, num_drafts), logits.device)]
+            drafts = self._tokens[to_device(rows.slots[some], logits.device), :num_drafts]
+            num_accepted = match(targets, drafts, to_device(rows.counts[some], logits.device))
+            num_tokens.index_add_(0, to_device(some, logits.device), num_accepted)
+
+    def _reject(
+        self, logits: Tensor, rows: VerifyRows, layout: _Layout, some: Ints, num_tokens: Tensor, tokens: Tensor
+    ) -> None:
+        """As `_match`, by rejection sampling."""
+        slots, counts, num_drafts = rows.slots[some], rows.counts[some], int(rows.counts[some].max())
+        packed = layout.packed(some)
+        at, slot_index = to_device(packed, logits.device), to_device(slots, logits.device)
+        scores = self._sampling.scores(
+            logits.index_select(0, at),
+            rows.slots[layout.owners[packed]],
+            rows.places.index_select(0, at),
+            rows.num_known[packed],
+        )
+        own = to_device(_Layout.of(counts).padded(np.arange(len(some)), num_drafts + 1), logits.device)
+        p, q = scores.softmax(-1)[own], self._drawn_from[slot_index, :num_drafts].double().softmax(-1)
+        drafts, seeds = self._tokens[slot_index, :num_drafts], self._sampling.seeds(slots)
+        anchors = rows.places.index_select(0, to_device(layout.firsts[some], logits.device)) - 1
+        moments = (anchors * _PLACES)[:, None] + torch.arange(num_drafts, device=logits.device)
+        uniform = uniform_noise((seeds ^ _ACCEPTS).repeat_interleave(num_drafts), moments.flatten()).view_as(moments)
+        gumbel = gumbel_noise(seeds ^ _FOLLOWS, anchors, logits.shape[1])
+        num_accepted, last = reject(p, q, drafts, to_device(counts, logits.device), uniform, gumbel)
+        # Behind a row's drafts there is a place for the token that follows the last of them.
+        padded = torch.cat((drafts, drafts[:, :1]), 1).scatter(1, num_accepted[:, None], last[:, None])
+        owners = to_device(np.repeat(np.arange(len(some)), counts + 1), logits.device)
+        offsets = to_device(layout.offsets[packed], logits.device)
+        tokens.index_copy_(0, at, padded[owners, offsets])
+        num_tokens.index_add_(0, to_device(some, logits.device), num_accepted)
+
+    def _entries(self, slots: Ints, counts: Ints) -> tuple[Tensor, Tensor]:
+        places = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        return to_device(np.repeat(slots, counts), self._tokens.device), to_device(places, self._tokens.device)
+
+
+class _Layout(NamedTuple):
+    """How the logits of rows lie one after another: those of the newest token, then those of the drafts."""
+
+    sizes: Ints
+    """[R]"""
+    firsts: Ints
+    """[R]"""
+    owners: Ints
+    """[P]"""
+    offsets: Ints
+    """[P]: places in their rows."""
+
+    @classmethod
+    def of(cls, counts: Ints) -> _Layout:
+        sizes = counts + 1
+        firsts = np.cumsum(sizes) - sizes
+        owners = np.repeat(np.arange(len(counts)), sizes)
+        return cls(sizes, firsts, owners, np.arange(len(owners)) - firsts[owners])
+
+    def packed(self, rows: Ints) -> Ints:
+        """Where the logits of `rows` are, one after another."""
+        return np.repeat(self.firsts[rows], self.sizes[rows]) + self.of(self.sizes[rows] - 1).offsets
+
+    def padded(self, rows: Ints, width: int) -> Ints:
+        """[R, width]: where the first logits of `rows` are; behind its last, the last again."""
+        places = np.minimum(np.arange(width), self.sizes[rows, None] - 1)
+        return self.firsts[rows, None] + places
+
+
+def _pieces(rows: Ints, size: int) -> list[Ints]:
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
