@@ -33,7 +33,6 @@ from examples.train_nano.prepare import prepare
 from examples.train_nano.rounding import fp8_rows, index_rows, main_rows
 from examples.train_nano.tensor_parts import read_parts
 from examples.train_nano.train import Trainer
-from examples.train_nano.train_drafts import DraftTrainer
 
 VOCAB_SIZE = 320
 OFF = torch.tensor(False)
