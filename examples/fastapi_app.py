@@ -4,7 +4,7 @@
     uvicorn --app-dir examples fastapi_app:app
     curl -N 'http://127.0.0.1:8000/stream?prompt=What+is+the+sea%3F'
 
-`DEEPINFER_HF_MODEL_DIR=DIR` serves the model folder DIR instead of the small one that is fetched by name.
+`DEEPINFER_HF_MODEL_DIR=DIR` serves the model folder DIR instead of v41-nano, which came with the workers.
 
 Written with Starlette, which FastAPI is made of: `FastAPI(lifespan=lifespan)` and `@app.get("/stream")` take the same
 two functions as they are.

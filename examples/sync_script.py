@@ -3,7 +3,7 @@
     python examples/sync_script.py [--model NAME_OR_PATH] [QUESTION ...]
 
 Ctrl-C ends the answer, then the engine, and leaves no process behind. `DEEPINFER_HF_MODEL_DIR=DIR` serves the model
-folder DIR instead of the small one that is fetched by name.
+folder DIR instead of v41-nano, which came with the workers.
 """
 
 from __future__ import annotations
