@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,19 @@ class EngramFigures:
     head_dim: int
     compressed_vocab_size: int
     pad: int
+
+
+@dataclass(frozen=True)
+class DraftFigures:
+    """Of DSpark stages."""
+
+    num_stages: int
+    block_size: int
+    noise: int
+    target_layers: tuple[int, ...]
+    markov_rank: int
+    num_experts: int
+    experts_per_token: int
 
 
 @dataclass(frozen=True)
@@ -71,6 +84,24 @@ class Figures:
     hc_iters: int
     hc_eps: float
     engram: EngramFigures | None
+    drafts: DraftFigures | None
+
+    @property
+    def of_stages(self) -> Figures:
+        """What a draft stage is as a layer. Raises `ValueError` where there are none."""
+        if self.drafts is None:
+            raise ValueError("num_nextn_predict_layers is 0: the model has no draft stages")
+        stages = self.drafts
+        return replace(
+            self,
+            num_layers=stages.num_stages,
+            num_experts=stages.num_experts,
+            experts_per_token=stages.experts_per_token,
+            ratios=(0,) * stages.num_stages,
+            kv_sources=(),
+            index_sources=(),
+            engram=None,
+        )
 
     @classmethod
     def of_file(cls, path: Path) -> Figures:
@@ -89,6 +120,17 @@ class Figures:
         if text.get("engram_layer_ids"):
             keys = ("max_ngram_size", "vocab_size", "n_heads", "head_dim", "compressed_vocab_size", "pad_token_id")
             engram = EngramFigures(tuple(text["engram_layer_ids"]), *(text[f"engram_{key}"] for key in keys))
+        drafts = None
+        if text.get("num_nextn_predict_layers"):
+            drafts = DraftFigures(
+                text["num_nextn_predict_layers"],
+                text["dspark_block_size"],
+                text["dspark_noise_token_id"],
+                tuple(text["dspark_target_layer_ids"]),
+                text["dspark_markov_rank"],
+                text["dspark_n_routed_experts"],
+                text["dspark_num_experts_per_tok"],
+            )
         return cls(
             vocab_size=text["vocab_size"],
             hidden_size=text["hidden_size"],
@@ -125,4 +167,5 @@ class Figures:
             hc_iters=text["hc_sinkhorn_iters"],
             hc_eps=text["hc_eps"],
             engram=engram,
+            drafts=drafts,
         )

@@ -31,6 +31,8 @@ class Passed(NamedTuple):
     """How far the indexers' scores are from what attention looks at: the mean over index sources and places."""
     loads: Tensor
     """[layers, E]: tokens that each expert got."""
+    taps: Tensor | None
+    """[B, T, layers * C]: what draft stages read, the mean of the streams into each of their target layers."""
 
 
 class Losses(NamedTuple):
@@ -59,13 +61,16 @@ class Model:
         self._add_ngrams = ready(add_ngrams)
         self._index_loss, self._text_loss = ready(_index_loss), ready(_text_loss)
 
-    def __call__(self, weights: Weights, packed: Packed, switches: Switches) -> Passed:
+    def __call__(self, weights: Weights, packed: Packed, switches: Switches, tapped: tuple[int, ...] = ()) -> Passed:
+        """`tapped`: layers whose inputs are wanted."""
         figures, dtype = self.figures, self._dtype
         streams = weights["embed.weight"][packed.tokens][:, :, None].repeat(1, 1, figures.hc_mult, 1)
         shares = torch.zeros(streams.shape[:3], device=streams.device)
         shares[..., 0] = 1.0
-        carried, loads, index_losses = Carried(), [], []
+        carried, loads, index_losses, taps = Carried(), [], [], []
         for layer, kind in enumerate(self._kinds):
+            if layer in tapped:
+                taps.append(streams.mean(2))
             if layer in self._ngrams:
                 own = of_layer(weights, layer, "engram")
                 rows = self._ngrams[layer](packed.tokens, packed.positions)
@@ -88,7 +93,7 @@ class Model:
             index_losses.append(self._index_loss(carried, packed.is_real))
         hidden = norm(collapse(shares, streams), weights["norm.weight"], figures.rms_eps)
         index_loss = torch.stack(index_losses).mean() if index_losses else hidden.new_zeros(())
-        return Passed(hidden, index_loss, torch.stack(loads))
+        return Passed(hidden, index_loss, torch.stack(loads), torch.cat(taps, -1) if taps else None)
 
     def _mix(self, weights: Weights, name: str, streams: Tensor) -> Mixes:
         fn, base, scale = (weights[f"{name}_{part}"] for part in ("fn", "base", "scale"))

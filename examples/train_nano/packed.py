@@ -16,6 +16,8 @@ from examples.train_nano.figures import Figures, Yarn
 UNLEARNT = 1 << 15
 """As `chat` adds it to ids."""
 IGNORED = -100
+_ROOM = 16
+"""Positions behind the longest row, where the last draft block of it may stand."""
 
 
 class Turns(NamedTuple):
@@ -43,6 +45,8 @@ class Packed(NamedTuple):
     """[B, T, 2W]: which places of the block of `W` before its own, and of its own, each place sees."""
     decoder_window: Tensor
     """[B, T, 2W]: in the decoder half, which knows nothing below where it was last replayed from."""
+    floors: Tensor
+    """[B, T]: the place below which the decoder half knows nothing."""
     visible: dict[int, Tensor]
     """By ratio, [B, T, R]: compressed rows of the same document that are complete."""
 
@@ -52,7 +56,7 @@ class Packer:
 
     def __init__(self, figures: Figures, max_len: int, device: torch.device) -> None:
         self._figures = figures
-        self._plain = _table(figures.rope_theta, figures.rope_dim, None, max_len, device)
+        self._plain = _table(figures.rope_theta, figures.rope_dim, None, max_len + _ROOM, device)
         self._stretched = _table(figures.compress_theta, figures.rope_dim, figures.yarn, max_len, device)
 
     def __call__(self, rows: Tensor, is_replayed: Tensor | None = None) -> Packed:
@@ -67,7 +71,7 @@ class Packer:
         starts = torch.where(is_first, places, 0).cummax(1).values  # [B, T]
         positions = places - starts
         window = self._window(places, starts)
-        decoder_window = window
+        decoder_window, floors = window, starts
         if is_replayed is not None:
             floors = torch.where(is_first | is_replayed, places, 0).cummax(1).values
             decoder_window = self._window(places, floors)
@@ -77,12 +81,17 @@ class Packer:
             positions,
             tokens != figures.pad,
             _targets(rows, tokens),
-            Turns(*(part[positions] for part in self._plain)),
+            self.plain_turns(positions),
             Turns(*(part[positions] for part in self._stretched)),
             window,
             decoder_window,
+            floors,
             visible,
         )
+
+    def plain_turns(self, positions: Tensor) -> Turns:
+        """Of `positions` [B, N], of which those of a draft block may lie behind the longest row."""
+        return Turns(*(part[positions] for part in self._plain))
 
     def _window(self, places: Tensor, starts: Tensor) -> Tensor:
         size = self._figures.window

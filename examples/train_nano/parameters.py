@@ -68,6 +68,26 @@ def parameters(figures: Figures) -> dict[str, Parameter]:
     return found
 
 
+def draft_parameters(figures: Figures) -> dict[str, Parameter]:
+    """Those of the draft stages. Raises `ValueError` where there are none."""
+    stages, drafts = figures.of_stages, figures.drafts
+    assert drafts is not None
+    hidden, last = figures.hidden_size, drafts.num_stages - 1
+    found = {
+        "mtp.0.main_proj.weight": _matrix(hidden, len(drafts.target_layers) * hidden),
+        "mtp.0.main_norm.weight": Parameter((hidden,), Storage.BF16, _NORM),
+    }
+    for stage in range(drafts.num_stages):
+        found |= {f"mtp.{stage}.{name}": parameter for name, parameter in _layer(stages, stage)}
+    markov = (figures.vocab_size, drafts.markov_rank)
+    return found | {
+        f"mtp.{last}.norm.weight": Parameter((hidden,), Storage.BF16, _NORM),
+        f"mtp.{last}.markov_head.embed.weight": Parameter(markov, Storage.BF16, 1.0),
+        f"mtp.{last}.markov_head.head.weight": Parameter(markov, Storage.BF16, 0.1 / sqrt(drafts.markov_rank)),
+        f"mtp.{last}.confidence_head.proj.weight": Parameter((1, hidden + drafts.markov_rank), Storage.BF16, 1e-3),
+    }
+
+
 def of_layer(weights: Weights, layer: int, part: str) -> Weights:
     """Those of a `part`, without what names of the layer begin with: one compiled function serves layers of a kind."""
     prefix = f"layers.{layer}."
@@ -75,10 +95,17 @@ def of_layer(weights: Weights, layer: int, part: str) -> Weights:
     return found
 
 
-def initial(figures: Figures, seed: int, device: torch.device) -> Weights:
+def of_stage(weights: Weights, stage: int) -> Weights:
+    """As `of_layer`, of a draft stage."""
+    prefix = f"mtp.{stage}."
+    return {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
+
+
+def initial(figures: Figures, seed: int, device: torch.device, found: dict[str, Parameter] | None = None) -> Weights:
+    """Of the model's `parameters`, or of those that were `found` otherwise."""
     generator = torch.Generator().manual_seed(seed)
     weights: Weights = {}
-    for name, parameter in parameters(figures).items():
+    for name, parameter in (parameters(figures) if found is None else found).items():
         if parameter.is_norm:
             value = torch.ones(parameter.shape)
         else:

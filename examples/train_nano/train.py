@@ -16,67 +16,31 @@ than the end of a prompt: the model learns not to lean on what such a replay lea
 from __future__ import annotations
 
 import argparse
-import json
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from math import isfinite
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from examples.train_nano.calls import Plan, Progress, run
 from examples.train_nano.figures import Figures
 from examples.train_nano.layers import Switches
+from examples.train_nano.learnt import Learnt
 from examples.train_nano.model import Losses, Model
-from examples.train_nano.optimizer import Optimizer
 from examples.train_nano.packed import Packer
-from examples.train_nano.parameters import Storage, initial, parameters, stored
+from examples.train_nano.parameters import Weights, initial, parameters
 from examples.train_nano.rows import Mixture
-from examples.train_nano.tensor_parts import read_parts, write_parts
 
 SEED = 3
 PEAK_RATE = 4e-3
-WARMUP_STEPS = 100
 SELECT_FROM, ROUND_FROM = 0.3, 0.9
 """Shares of the training."""
 REPLAYED_ROWS, REPLAY_GAP = 0.5, 400
 """The share of rows whose decoder half begins anew now and then, and the places between, on average."""
 BIAS_RATE = 1e-3
 """By how much a step moves the gates' biases towards equal loads."""
-LONGEST_STEP_S = 10.0
-"""What is more was spent compiling, and does not count as training."""
-_LOG_EVERY = 20
-_SAVE_EVERY_S = 150.0
-_STATE_PART_BYTES = 1 << 30
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far training has come, over all calls."""
-
-    step: int = 0
-    seconds: float = 0.0
-    tokens: int = 0
-
-
-@dataclass(frozen=True)
-class Plan:
-    """When training ends: after `seconds`, or after `steps` where those are given."""
-
-    seconds: float
-    steps: int | None = None
-    peak: float = PEAK_RATE
-
-    def share(self, progress: Progress) -> float:
-        """Of the way."""
-        return progress.seconds / self.seconds if self.steps is None else progress.step / self.steps
-
-    def rate(self, progress: Progress) -> float:
-        warm = min((progress.step + 1) / WARMUP_STEPS, 1.0)
-        return self.peak * warm * max(1.0 - self.share(progress), 0.0)
 
 
 class Trainer:
@@ -84,17 +48,17 @@ class Trainer:
 
     def __init__(self, data: Path, device: torch.device, tokens_per_step: int, *, compiles: bool) -> None:
         self.figures = Figures.of_file(data / "config.json")
-        self._parameters = parameters(self.figures)
         self._device = device
-        self.weights = initial(self.figures, SEED, device)
-        for name, weight in self.weights.items():
-            weight.requires_grad_(not name.endswith("ffn.gate.bias"))
-        self._optimizer = Optimizer(self.weights, self._parameters)
+        self._learnt = Learnt(initial(self.figures, SEED, device), parameters(self.figures))
         self._rows = Mixture(data, "train", tokens_per_step, device)
         self._packer = Packer(self.figures, max(self._rows.lengths), device)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         compressed = torch.from_numpy(np.load(data / "compressed.npy", allow_pickle=False)).to(device)
         self.model = Model(self.figures, compressed, dtype, compiles=compiles)
+
+    @property
+    def weights(self) -> Weights:
+        return self._learnt.weights
 
     def step(self, progress: Progress, plan: Plan) -> tuple[Losses, int]:
         """What the step saw, and the number of its tokens."""
@@ -105,58 +69,32 @@ class Trainer:
             packed = self._packer(rows, replays(rows, progress.step))
             losses = self.model.losses(self.weights, packed, switches)
             (losses.text + losses.indexers).backward()
-        self._optimizer.step(rate)
-        self._balance(losses.loads, BIAS_RATE * rate / plan.peak)
+        self._learnt.step(rate)
+        gates = [f"layers.{layer}.ffn.gate.bias" for layer in range(self.figures.num_layers)]
+        self._learnt.balance(gates, losses.loads, BIAS_RATE * rate / plan.peak)
         return losses, rows.numel()
 
-    @contextmanager
-    def as_stored(self, is_on: bool) -> Iterator[None]:
+    def told(self, losses: Losses) -> dict[str, Any]:
+        loads = losses.loads.float()
+        return {
+            "loss": round(losses.text.item(), 4),
+            "index_loss": round(losses.indexers.item(), 4),
+            "most_load": round((loads.amax(1) / loads.mean(1)).mean().item(), 3),
+        }
+
+    def as_stored(self, is_on: bool) -> AbstractContextManager[None]:
         """Inside, the weights are what a checkpoint would keep of them."""
-        if not is_on:
-            yield
-            return
-        with torch.no_grad():
-            exact = {name: weight.detach().clone() for name, weight in self.weights.items()}
-            for name, weight in self.weights.items():
-                weight.copy_(stored(name, exact[name], self._parameters[name].storage))
-        yield
-        with torch.no_grad():
-            for name, weight in self.weights.items():
-                weight.copy_(exact[name])
+        return self._learnt.as_stored(is_on)
 
-    def save_state(self, folder: Path, progress: Progress) -> None:
-        weights = {f"weight.{name}": weight.detach() for name, weight in self.weights.items()}
-        write_parts(folder, "state", weights | self._optimizer.state(), _STATE_PART_BYTES)
-        (folder / "progress.json").write_text(json.dumps(asdict(progress)), encoding="utf-8")
+    def save(self, state: Path, out: Path, *, rounds: bool) -> None:
+        self._learnt.save_state(state)
+        self._learnt.save_weights(out, "model", rounds=rounds)
 
-    def load_state(self, folder: Path) -> Progress:
-        """The start, where nothing has been saved."""
-        if not (folder / "progress.json").exists():
-            return Progress()
-        state = read_parts(folder, "state")
-        with torch.no_grad():
-            for name, weight in self.weights.items():
-                weight.copy_(state[f"weight.{name}"])
-        self._optimizer.load(state)
-        return Progress(**json.loads((folder / "progress.json").read_text(encoding="utf-8")))
-
-    def save_weights(self, folder: Path, *, rounds: bool) -> None:
-        """In BF16, which loses nothing of what has been rounded to fewer bits."""
-        with self.as_stored(rounds):
-            write_parts(folder, "model", {name: self._kept(name) for name in self.weights})
-
-    def _kept(self, name: str) -> Tensor:
-        weight = self.weights[name].detach()
-        return weight.clone() if self._parameters[name].storage is Storage.F32 else weight.to(torch.bfloat16)
+    def load(self, state: Path) -> None:
+        self._learnt.load_state(state)
 
     def _switches(self, *, rounds: bool, selects: bool) -> Switches:
         return Switches(*(torch.tensor(flag, device=self._device) for flag in (rounds, selects)))
-
-    def _balance(self, loads: Tensor, rate: float) -> None:
-        """Experts with more than their share are chosen less from now on: no loss is needed for that."""
-        moves = (loads.float().mean(1, keepdim=True) - loads).sign() * rate
-        for layer in range(self.figures.num_layers):
-            self.weights[f"layers.{layer}.ffn.gate.bias"] += moves[layer]
 
 
 def replays(rows: Tensor, step: int) -> Tensor:
@@ -165,62 +103,6 @@ def replays(rows: Tensor, step: int) -> Tensor:
     is_replayed = torch.rand(rows.shape, generator=generator) < 1 / REPLAY_GAP
     is_replayed &= torch.rand(len(rows), 1, generator=generator) < REPLAYED_ROWS
     return is_replayed.to(rows.device)
-
-
-def train(trainer: Trainer, plan: Plan, state: Path, out: Path, call_seconds: float) -> Progress:
-    """One call's share of training, at least a step. Raises `FloatingPointError` when the loss is no number."""
-    out.mkdir(parents=True, exist_ok=True)
-    progress = trainer.load_state(state)
-    saved, logged = time.monotonic(), progress
-    start = before = time.monotonic()
-    with (out / "log.jsonl").open("a", encoding="utf-8") as log:
-        while plan.share(progress) < 1.0:
-            losses, num_tokens = trainer.step(progress, plan)
-            is_telling = progress.step % _LOG_EVERY == 0
-            text = losses.text.item() if is_telling else 0.0  # waits for the device: not at every step
-            now = time.monotonic()
-            seconds = progress.seconds + min(now - before, LONGEST_STEP_S)
-            progress, before = Progress(progress.step + 1, seconds, progress.tokens + num_tokens), now
-            if is_telling:
-                line = _line(progress, logged, plan, losses, text)
-                print(line, flush=True)
-                log.write(line + "\n")
-                log.flush()
-                logged = progress
-                if not isfinite(text):
-                    raise FloatingPointError(f"step {progress.step}: the loss is {text}")
-            if time.monotonic() - saved > _SAVE_EVERY_S:
-                _save(trainer, plan, progress, state, out)
-                saved = time.monotonic()
-            if now - start >= call_seconds:
-                break
-    _save(trainer, plan, progress, state, out)
-    return progress
-
-
-def _save(trainer: Trainer, plan: Plan, progress: Progress, state: Path, out: Path) -> None:
-    trainer.save_state(state, progress)
-    trainer.save_weights(out, rounds=plan.share(progress) >= ROUND_FROM)
-    (out / "progress.json").write_text(json.dumps(asdict(progress)), encoding="utf-8")
-
-
-def _line(progress: Progress, logged: Progress, plan: Plan, losses: Losses, text: float) -> str:
-    loads = losses.loads.float()
-    seconds = max(progress.seconds - logged.seconds, 1e-9)
-    return json.dumps(
-        {
-            "step": progress.step,
-            "seconds": round(progress.seconds, 1),
-            "tokens": progress.tokens,
-            "share": round(plan.share(progress), 4),
-            "loss": round(text, 4),
-            "index_loss": round(losses.indexers.item(), 4),
-            "rate": round(plan.rate(progress), 6),
-            "most_load": round((loads.amax(1) / loads.mean(1)).mean().item(), 3),
-            "tokens_per_s": round((progress.tokens - logged.tokens) / seconds),
-            "memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1) if torch.cuda.is_available() else 0.0,
-        }
-    )
 
 
 def main() -> None:
@@ -240,7 +122,7 @@ def main() -> None:
     device = torch.device(arguments.device)
     trainer = Trainer(arguments.data, device, arguments.tokens_per_step, compiles=arguments.compile)
     plan = Plan(arguments.seconds, arguments.steps, arguments.rate)
-    train(trainer, plan, arguments.state, arguments.out, arguments.call_seconds)
+    run(trainer, plan, arguments.state, arguments.out, arguments.call_seconds, round_from=ROUND_FROM)
 
 
 if __name__ == "__main__":

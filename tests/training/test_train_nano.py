@@ -20,6 +20,7 @@ from deepinfer_workers.models.deepseek.engram_hash import compressed_vocabulary
 from deepinfer_workers.models.deepseek.random_tokenizer import write_tokenizer
 from doubles.deepseek_probe import Probe
 from doubles.tiny_deepseek import tiny_v41
+from examples.train_nano.calls import Plan, Progress, run
 from examples.train_nano.chat import UNLEARNT, TextEncoder, Turn
 from examples.train_nano.evaluate import held_out, served, trained_loss
 from examples.train_nano.export import export, released
@@ -31,7 +32,7 @@ from examples.train_nano.parameters import Weights, initial, parameters, stored
 from examples.train_nano.prepare import prepare
 from examples.train_nano.rounding import fp8_rows, index_rows, main_rows
 from examples.train_nano.tensor_parts import read_parts
-from examples.train_nano.train import Plan, Progress, Trainer, train
+from examples.train_nano.train import Trainer
 
 VOCAB_SIZE = 320
 OFF = torch.tensor(False)
@@ -47,14 +48,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def tiny_config(folder: Path) -> dict[str, Any]:
-    """Written to `folder` with its tokenizer: a tiny model without draft stages."""
+def tiny_config(folder: Path, *, has_drafts: bool = False) -> dict[str, Any]:
+    """Written to `folder` with its tokenizer: a tiny model."""
     config = tiny_v41(
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
         n_routed_experts=4,
-        num_nextn_predict_layers=0,
-        compress_ratios=[0, 0, 2, 2, 2, 1, 1, 1, 1, 1],
+        dspark_noise_token_id=VOCAB_SIZE - 2,
+        **({} if has_drafts else {"num_nextn_predict_layers": 0, "compress_ratios": [0, 0, 2, 2, 2, 1, 1, 1, 1, 1]}),
     )
     write_tokenizer(folder, VOCAB_SIZE)
     compressed = compressed_vocabulary(folder / "tokenizer.json", VOCAB_SIZE)
@@ -140,15 +141,15 @@ def data(tmp_path: Path) -> Path:
 
 
 def test_training_goes_on_where_it_stopped_and_ends_in_a_model_that_can_be_served(tmp_path: Path, data: Path) -> None:
-    plan = Plan(0.0, steps=10)
+    plan = Plan(0.0, steps=10, peak=4e-3)
     whole = Trainer(data, CPU, 128, compiles=False)
     for step in range(2):
         whole.step(Progress(step), plan)
     for _ in range(2):  # a call makes at least one step
         trainer = Trainer(data, CPU, 128, compiles=False)
-        train(trainer, plan, tmp_path / "state", tmp_path / "out", 0.0)
+        run(trainer, plan, tmp_path / "state", tmp_path / "out", 0.0)
     assert all(torch.equal(weight, whole.weights[name]) for name, weight in trainer.weights.items())
-    assert train(trainer, plan, tmp_path / "state", tmp_path / "out", float("inf")).step == 10
+    assert run(trainer, plan, tmp_path / "state", tmp_path / "out", float("inf")).step == 10
     log = (tmp_path / "out" / "log.jsonl").read_text(encoding="utf-8").splitlines()
     assert 5 < json.loads(log[0])["loss"] < 8
     kept = read_parts(tmp_path / "out", "model")
