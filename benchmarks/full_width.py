@@ -201,7 +201,10 @@ def run(folder: Path, num_prompt: int, num_decoded: int, num_ranks: int = NUM_RA
     memory = PeakMemory()
     with memory.watch():
         options = ModelOptions(
-            max_len=num_prompt + num_decoded, block_size=BLOCK_SIZE, expert_cache_bytes=EXPERT_CACHE_BYTES
+            max_len=num_prompt + num_decoded,
+            block_size=BLOCK_SIZE,
+            expert_cache_bytes=EXPERT_CACHE_BYTES,
+            num_drafts=0,
         )
         ops = select_ops("cpu", batch_invariant=True, dtype="float32")
         model = load_deepseek(SafetensorsFolder(folder), ops, options, _progress(), num_ranks=num_ranks, rank=0)

@@ -133,7 +133,7 @@ class Prompts:
                 num_slots=1, block_size=BLOCK_SIZE, kv_cache_bytes=0, num_blocks=-(-max_len // BLOCK_SIZE),
                 max_model_len=max_len, max_batch_positions=chunk, batch_invariant=False,
                 num_threads=torch.get_num_threads(), dtype="float32", prefill_truncation=mode,
-                prefill_keep_tokens=keep_tokens,
+                prefill_keep_tokens=keep_tokens, num_drafts=0,
             )
         )  # fmt: skip
         self._runner.load(lambda done, total: None)

@@ -77,7 +77,9 @@ class _Reader:
     def __init__(self, path: Path, dtype: str) -> None:
         self.ops: Ops = select_ops("cpu", batch_invariant=True, dtype=dtype)
         with torch.inference_mode():
-            self._model: Model = load_model(open_checkpoint(path), self.ops, ModelOptions(), lambda done, total: None)
+            self._model: Model = load_model(
+                open_checkpoint(path), self.ops, ModelOptions(num_drafts=0), lambda done, total: None
+            )
 
     @torch.inference_mode()
     def log_probs(self, tokens: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Known models: their names, and how their files come to this machine and are checked.
+"""Known models: their names, and how their files come to this machine and are checked, unless they came with us.
 
 Synchronous: the engine calls `resolve` in a thread. Knows nothing of what is inside a model's file, of the environment
 (folders are arguments) or of terminals (progress goes to `report`).
@@ -24,6 +24,7 @@ from deepinfer.known_model import (
     packaged_files,
     pull_file,
 )
+from deepinfer.shipped import SHIPPED, ShippedModel, shipped_folder
 
 
 class ResolvedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +40,7 @@ class ListedModel(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     size_bytes: int
-    state: Literal["pulled", "installed", "not pulled", "local"]
+    state: Literal["shipped", "pulled", "installed", "not pulled", "local"]
     path: Path | None = None
     summary: str = ""
 
@@ -81,10 +82,12 @@ def resolve(
 ) -> ResolvedModel:
     """Find the files of `model`: a path, a known name, or the `org/name` of a hub that was pulled before.
 
-    The file of a known name may be cached or installed as a package; else it is pulled.
+    The file of a known name may have come with the workers, be cached or installed as a package; else it is pulled.
     """
     if (found := _at_path(model)) is not None:
         return found
+    if (shipped := _shipped(model)) is not None:
+        return ResolvedModel(name=shipped.name, path=_folder_of(shipped))
     if is_hub_name(model) and (folder := hub_folder(model, cache_dir)).is_dir():
         return ResolvedModel(name=model, path=folder)
     known = _by_name(model, catalog)
@@ -104,12 +107,15 @@ def pull(
     """See to it that a known model, or `org/name` of a hub, is here, and say where. Raises `ModelError`."""
     if is_hub_name(model):
         return pull_from_hub(model, cache_dir=cache_dir, report=report, on_bytes=on_bytes)
-    _by_name(model, catalog)  # a path is not pulled
+    if _shipped(model) is None:
+        _by_name(model, catalog)  # a path is not pulled
     return resolve(model, cache_dir=cache_dir, report=report, on_bytes=on_bytes, catalog=catalog).path
 
 
 def remove(model: str, *, cache_dir: Path, catalog: tuple[KnownModel, ...] = _CATALOG) -> Path:
     """Delete what was pulled for `model`, and say what that was. Raises `ModelError` when nothing was."""
+    if (shipped := _shipped(model)) is not None:
+        raise ModelError(f"{model}: came with the workers, and goes with them: {_folder_of(shipped)}")
     if is_hub_name(model):
         folder, is_pulled = hub_folder(model, cache_dir), hub_folder(model, cache_dir).is_dir()
     else:
@@ -128,6 +134,10 @@ def list_models(
     *, cache_dir: Path, local: str = "", catalog: tuple[KnownModel, ...] = _CATALOG
 ) -> Iterator[ListedModel]:
     """Known models, models pulled from a hub, and those in the folder `local` or the cache. Reads no file's content."""
+    for shipped in SHIPPED:
+        if (folder := shipped_folder(shipped)) is not None:
+            size = _size_bytes(folder)
+            yield ListedModel(name=shipped.name, size_bytes=size, state="shipped", path=folder, summary=shipped.summary)
     for known in catalog:
         state, path = _where(known, cache_dir)
         size = known.size_bytes
@@ -183,10 +193,21 @@ def _at_path(model: str) -> ResolvedModel | None:
     return ResolvedModel(name=Path(text).stem, path=Path(text).absolute())
 
 
+def _shipped(model: str) -> ShippedModel | None:
+    return next((shipped for shipped in SHIPPED if model in (shipped.name, *shipped.aliases)), None)
+
+
+def _folder_of(shipped: ShippedModel) -> Path:
+    folder = shipped_folder(shipped)
+    if folder is None:
+        raise ModelError(f"{shipped.name}: comes with the workers, which are not installed here whole")
+    return folder
+
+
 def _by_name(model: str, catalog: tuple[KnownModel, ...]) -> KnownModel:
     for known in catalog:
         if model in (known.name, *known.aliases):
             return known
-    names = ", ".join(known.name for known in catalog)
+    names = ", ".join(known.name for known in (*SHIPPED, *catalog))
     pull = f" (`deepinfer models pull {model}` fetches it from a hub)" if is_hub_name(model) else ""
     raise UnknownModel(f"{model!r} is neither a .gguf file, a folder, nor a known model{pull}; known: {names}")

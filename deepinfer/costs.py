@@ -23,6 +23,8 @@ from deepinfer_protocol import StepCosts, unpack_float32, unpack_int32
 from deepinfer_protocol.limits import INT32_MAX, MAX_COSTS
 
 MAX_FILE_BYTES: Final = 1 << 20
+MIN_STEP_US: Final = 0.001
+"""A step takes some time, or no rate could be told."""
 _SETTING: Final = "cost_table"
 
 
@@ -54,8 +56,8 @@ class CostTable:
         """Sizes must rise. Without `draft_us` drafts take no time. Raises `ConfigError`."""
         if not positions:
             raise ConfigError(_SETTING, "positions: at least one size is expected")
-        self._forward = _Curve("positions", positions, "forward_us", forward_us)
-        self._draft = _Curve("draft_rows", draft_rows, "draft_us", draft_us)
+        self._forward = _Curve("positions", positions, "forward_us", forward_us, MIN_STEP_US)
+        self._draft = _Curve("draft_rows", draft_rows, "draft_us", draft_us, 0.0)
         self._dense: list[float] = []
 
     @classmethod
@@ -118,7 +120,9 @@ class CostTable:
 class _Curve:
     """Times by sizes, rising."""
 
-    def __init__(self, sizes_name: str, sizes: Sequence[int], times_name: str, times_us: Sequence[float]) -> None:
+    def __init__(
+        self, sizes_name: str, sizes: Sequence[int], times_name: str, times_us: Sequence[float], least_us: float
+    ) -> None:
         if len(sizes) != len(times_us):
             raise ConfigError(_SETTING, f"{times_name}: {len(times_us)} times for {len(sizes)} sizes")
         if len(sizes) > MAX_COSTS:
@@ -127,8 +131,8 @@ class _Curve:
             if not before < size <= INT32_MAX:
                 raise ConfigError(_SETTING, f"{sizes_name}: {size} behind {before}: sizes rise, up to {INT32_MAX}")
         for us in times_us:
-            if not (isfinite(us) and us > 0):
-                raise ConfigError(_SETTING, f"{times_name}: {us} is no time: microseconds above 0 are expected")
+            if not (isfinite(us) and us >= least_us):
+                raise ConfigError(_SETTING, f"{times_name}: {us} is no time: at least {least_us} us are expected")
         self.sizes = list(sizes)
         self.times_us = list(accumulate(map(float, times_us), max))
         self._slope = self._last_slope()

@@ -71,7 +71,11 @@ class DeepseekFormat:
     is_known: Final = True
 
     def __init__(self, family: Family, tokenizer: Path) -> None:
-        """Reads a tokenizer.json. Raises `ModelError`, for want of the recipe or of a special token as well."""
+        """Reads a tokenizer.json, and what the tokenizer_config.json beside it says of `thinking`: false is for a model
+        that was never taught to, and does so only where a request asks for it.
+
+        Raises `ModelError`, for want of the recipe or of a special token as well.
+        """
         self._recipe = recipe = _import_recipe()
         self._model = _MODEL[family]
         encoding = recipe.DeepseekV41Encoding() if family == "v4.1" else recipe.DeepseekV4Encoding()
@@ -80,10 +84,13 @@ class DeepseekFormat:
             self._encoding.encode(self._convert(_SOUND, ChatOptions(thinking=True)))
         except RuntimeError as error:
             raise ModelFileError(str(tokenizer), f"not a tokenizer of {self._model}: {error}") from None
+        self._thinks = _thinks(tokenizer.with_name("tokenizer_config.json"))
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> ChatPrompt:
         """The prompt for `messages`, ready for an answer. Raises `InvalidRequest`, which names the field."""
         _check_messages(messages)
+        if not self._thinks and options.thinking is None and options.reasoning_effort is None:
+            options = options._replace(thinking=False)
         _check_options(options)
         body = as_json("messages", messages)
         try:
@@ -116,6 +123,21 @@ class DeepseekFormat:
             except (self._recipe.ConversionError, ValueError):
                 return field
         return "messages"
+
+
+class _TokenizerConfig(msgspec.Struct):
+    thinking: Any = None
+
+
+def _thinks(file: Path) -> bool:
+    """Does the model think where nobody says anything of it? Raises `ModelFileError`."""
+    content = read_model_file(file)
+    if content is None:
+        return True
+    try:
+        return msgspec.json.decode(content, type=_TokenizerConfig).thinking is not False
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ModelFileError(str(file), f"cannot be read: {error}") from None
 
 
 def _import_recipe() -> ModuleType:

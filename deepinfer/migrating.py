@@ -125,8 +125,11 @@ SETTING_ALIASES: Final[Mapping[str, str]] = {
     "page_size": "block_size",
     "dp_size": "num_workers",
     "random_seed": "seed",
+    "speculative_num_steps": "num_drafts",
 }
 _ONE_DEVICE: Final = "a worker is one device and holds the whole model; num_workers adds workers"
+_OWN_DRAFTS: Final = "a model drafts by its own DSpark stages alone: num_drafts says how many tokens"
+_DRAFT_METHODS: Final = (None, "mtp", "deepseek_mtp", "dspark")
 _CODE: Final = "no code from model folders is run"
 FOREIGN_SETTINGS: Final[Table] = {
     "trust_remote_code": Elsewhere(_CODE, (False, None)),
@@ -144,8 +147,12 @@ FOREIGN_SETTINGS: Final[Table] = {
     "device": Elsewhere("it is accelerator: cpu, nvidia or ascend", (None, "auto")),
     "enable_chunked_prefill": Elsewhere("prompts are always cut: prefill_chunk says where", (True, None)),
     "disable_radix_cache": Elsewhere("it is prefix_cache=False", (False, None)),
-    "speculative_config": Elsewhere("speculative decoding is not served"),
-    "speculative_model": Elsewhere("speculative decoding is not served"),
+    "speculative_config": Elsewhere(_OWN_DRAFTS),
+    "speculative_model": Elsewhere(_OWN_DRAFTS),
+    "speculative_draft_model_path": Elsewhere(_OWN_DRAFTS),
+    "speculative_algorithm": Elsewhere(_OWN_DRAFTS, (None, "NEXTN", "DSPARK")),
+    "speculative_eagle_topk": Elsewhere("a block is one chain of drafts", (None, 1)),
+    "speculative_num_draft_tokens": Elsewhere("it is num_drafts, which does not count the token before the drafts"),
     "enable_lora": Elsewhere("adapters are not served", (False, None)),
     "lora_paths": Elsewhere("adapters are not served"),
     "hf_overrides": Elsewhere("the model's own configuration is used", (None, {})),
@@ -193,6 +200,8 @@ def rename_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if name in SETTING_ALIASES:
             _take_alias(own, name, SETTING_ALIASES[name], value, ConfigError)
+        elif name == "speculative_config" and isinstance(value, Mapping):
+            _take_speculative_config(own, name, value)
         elif name in FOREIGN_SETTINGS:
             _drop(FOREIGN_SETTINGS[name], name, value, ConfigError)
         else:
@@ -201,6 +210,19 @@ def rename_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         if own.get(name) == value:
             raise ConfigError(name, f"{value!r}: {advice}")
     return own
+
+
+def _take_speculative_config(own: dict[str, Any], name: str, fields: Mapping[str, Any]) -> None:
+    """vLLM's: how many tokens are drafted. Raises `ConfigError` for a drafter that is not the model's own."""
+    for field, value in fields.items():
+        if field == "num_speculative_tokens":
+            _take_alias(own, f"{name}.{field}", "num_drafts", value, ConfigError)
+        elif field == "method" and value not in _DRAFT_METHODS:
+            raise ConfigError(name, f"method {value!r}: {_OWN_DRAFTS}")
+        elif field != "method" and value is not None:
+            raise ConfigError(
+                name, f"{field!r} is not understood, only num_speculative_tokens and method: {_OWN_DRAFTS}"
+            )
 
 
 # ---- arguments of a request

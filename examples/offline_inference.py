@@ -56,7 +56,7 @@ def say(text: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompts", nargs="*", default=PROMPTS, metavar="PROMPT")
-    parser.add_argument("--model", default=os.environ.get("DEEPINFER_HF_MODEL_DIR") or "smollm2-135m")
+    parser.add_argument("--model", default=os.environ.get("DEEPINFER_HF_MODEL_DIR") or "v41-nano")
     parser.add_argument("--max-tokens", type=int, default=128, help="of an answer")
     help_text = "of models that can: think first (the model's own choice if not given)"
     parser.add_argument("--thinking", action=argparse.BooleanOptionalAction, default=None, help=help_text)

@@ -283,9 +283,9 @@ class NemoDrafts(NemoV41):
         text["num_nextn_predict_layers"] = num_stages
         text["compress_ratios"] = [*text["compress_ratios"], *[0] * num_stages]
         backend = self.model.backend
-        parsed = DeepseekV41Config({**text, "dtype": "float32"}, self.config["vision_config"], dtype="float32")
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             warnings.simplefilter("ignore")
+            parsed = DeepseekV41Config({**text, "dtype": "float32"}, self.config["vision_config"], dtype="float32")
             torch.manual_seed(1000 + seed)
             self.drafter = nemo_dspark.DeepseekV41DSparkBackbone(parsed.text_config, backend)
             self.drafter.initialize_weights(torch.device("cpu"))

@@ -47,7 +47,7 @@ def check_plausible(report: Report) -> None:
     assert 0 < report.step_device_ms.p50 < 1000  # less than that millisecond where the step was late to begin
     assert report.batch_rows.p99 <= report.streams
     for value in msgspec.to_builtins(report).values():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and "p50" in value:
             assert 0 <= value["p50"] <= value["p90"] <= value["p99"]
 
 
@@ -117,3 +117,48 @@ def test_percentiles_are_values_that_came() -> None:
     assert percentiles([float(value) for value in range(1, 101)]) == {"mean": 50.5, "p50": 50, "p90": 90, "p99": 99}
     assert percentiles([7.0]) == {"mean": 7, "p50": 7, "p90": 7, "p99": 7}
     assert not any(percentiles([]).values()) and not math.isnan(Percentiles.of([]).mean)
+
+
+@pytest.mark.usefixtures("no_tasks_left")
+async def test_what_became_of_drafts_is_that_of_the_load_alone() -> None:
+    recorder = Recorder()
+    async with Engine("fake", observers=[recorder], fake_num_drafts=4, max_num_seqs=8) as engine:
+        loads = [Load(num_streams=n, num_requests=8, prompt_tokens=20, max_tokens=41) for n in (1, 4)]
+        first, second = [await measure(engine, recorder, load) for load in loads]
+        counted = engine.stats().core.drafts
+    assert first.drafts is not None and second.drafts is not None
+    for drafts in (first.drafts, second.drafts):
+        # The first token is the prompt's; a sample may end within the drafts of its last forward.
+        num_tokens = 8 * 40
+        forwards = sum(drafts.verify_lengths)
+        assert num_tokens <= forwards + drafts.accepted < num_tokens + 8 * 4
+        assert drafts.tokens_per_forward == pytest.approx((forwards + drafts.accepted) / forwards, abs=1e-4)
+        assert 1.5 < drafts.tokens_per_forward < 5
+        assert drafts.verified == sum(length * times for length, times in enumerate(drafts.verify_lengths))
+        assert len(drafts.acceptance) == len(drafts.cumulative_acceptance) == len(drafts.predicted) == 4
+        assert all(0 < share < 1 for share in drafts.acceptance)
+        assert drafts.cumulative_acceptance == sorted(drafts.cumulative_acceptance, reverse=True)
+        assert max(drafts.calibration_error) < 0.25, "a fake draft is right as often as it says itself"
+    warm = counted.num_verified - first.drafts.verified - second.drafts.verified
+    assert 0 <= warm <= 2 * 4 * 4, "what warms up is no part of a load"
+
+
+def test_the_table_says_what_drafts_brought_where_there_are_any() -> None:
+    runner = CliRunner(env={"COLUMNS": "160"})
+    done = runner.invoke(app, [*FAST, "--streams", "2", "--set", "fake_num_drafts=3"])
+    assert done.exit_code == 0, done.output
+    rows = ("tokens a forward", "verified at once, from 0 on", "accepted by place where reached, %")
+    assert all(row in done.stdout for row in (*rows, "as the confidences foresaw, %", "drafts a step, ms"))
+    without = runner.invoke(app, [*FAST, "--streams", "2"])
+    assert without.exit_code == 0 and not any(row in without.stdout for row in rows)
+
+
+@pytest.mark.usefixtures("no_tasks_left")
+async def test_a_report_without_drafts_has_none() -> None:
+    recorder = Recorder()
+    async with Engine("fake", observers=[recorder], **FAKE) as engine:
+        report = await measure(engine, recorder, Load(num_streams=2, max_tokens=4))
+    assert report.drafts is None
+    split = msgspec.to_builtins(report.time_split)
+    assert split.keys() == {"scheduler", "host", "forward", "drafts", "idle"} and split["drafts"] == 0
+    assert all(0 <= share <= 1.05 for share in split.values())

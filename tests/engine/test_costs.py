@@ -104,7 +104,7 @@ def test_a_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
         ({"positions": [1, 8, 8]}, "positions: 8 behind 8: sizes rise"),
         ({"positions": [0, 8, 9]}, "positions: 0 behind 0: sizes rise"),
         ({"positions": [1, 8, 2**31]}, "positions: 2147483648 behind 8: sizes rise, up to 2147483647"),
-        ({"forward_us": [1, 0, 3]}, "forward_us: 0.0 is no time: microseconds above 0 are expected"),
+        ({"forward_us": [1, 0, 3]}, "forward_us: 0.0 is no time: at least 0.001 us are expected"),
         ({"forward_us": [1, -5, 3]}, "forward_us: -5.0 is no time"),
         ({"draft_us": [1.0]}, "draft_us: 1 times for 2 sizes"),
         ({"draft_rows": [8, 1]}, "draft_rows: 1 behind 8: sizes rise"),

@@ -144,6 +144,21 @@ def test_a_setting_without_a_counterpart_is_dropped_or_refused(name: str) -> Non
     assert caught.value.field == name and entry.advice in str(caught.value)
 
 
+def test_vllm_s_speculative_config_says_how_many_tokens_are_drafted() -> None:
+    for fields in ({"num_speculative_tokens": 3}, {"num_speculative_tokens": 3, "method": "mtp", "model": None}):
+        assert rename_settings({"speculative_config": fields}) == {"num_drafts": 3}
+        assert Engine("fake", speculative_config=fields).config.num_drafts == 3
+    assert rename_settings({"speculative_config": {"method": "deepseek_mtp"}}) == {}
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"method": "ngram"}, "method 'ngram': a model drafts by its own DSpark stages alone"),
+        ({"model": "draft", "num_speculative_tokens": 3}, "'model' is not understood"),
+        ({"num_speculative_tokens": 4}, "it is num_drafts, which has another value"),
+    ]
+    for fields, words in refused:
+        with pytest.raises(ConfigError, match=f"speculative_config.*: {words}"):
+            rename_settings({"speculative_config": fields, "num_drafts": 3})
+
+
 def test_an_engine_takes_them() -> None:
     engine = Engine(
         model_path="fake",

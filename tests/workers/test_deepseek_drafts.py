@@ -11,13 +11,17 @@ import torch
 
 from deepinfer_kernels import select_ops
 from deepinfer_workers.models.deepseek import model as model_module
+from deepinfer_workers.models.deepseek.config import DeepseekConfig
 from deepinfer_workers.models.deepseek.generator import write_model
 from deepinfer_workers.models.deepseek.loading import load_deepseek
+from deepinfer_workers.models.deepseek.rank_tensors import RankTensors
 from deepinfer_workers.models.model import ModelOptions
+from deepinfer_workers.models.registry import load_model, open_checkpoint
 from deepinfer_workers.runner import WorkerFault
 from deepinfer_workers.safetensors_folder import SafetensorsFolder
 from doubles.deepseek_sequences import DRAFTING, PLAIN, Drafted, Sequences, random_tokens
 from doubles.tiny_deepseek import tiny_v4, tiny_v41
+from doubles.tiny_llama import TinyLlama
 
 VOCAB: Final = 512
 WINDOW: Final = 16
@@ -124,7 +128,9 @@ def test_the_last_position_has_a_block_behind_it(sequences: Sequences) -> None:
 def test_an_exact_hit_drafts_as_a_cold_run(sequences: Sequences) -> None:
     block_size, replay = sequences.block_size, sequences.model.cache_needs(sequences.block_size).exact_replay
     num_hit = (sequences.limits.max_len * 3 // 4) // block_size * block_size
-    tokens = tokens_of(num_hit + WINDOW + 4, seed=72)
+    # V4.1's taps are layers' inputs, which look back on a window less than the replay rebuilds. V4's are outputs.
+    num_behind = 1 if sequences.model.config.family == "v4.1" else WINDOW
+    tokens = tokens_of(num_hit + num_behind, seed=72)
     expected = drafted_at_once(sequences, tokens, anchor=8)
     sequences.start(0, tokens)
     sequences.run((0, num_hit))
@@ -162,13 +168,13 @@ def test_truncation_keeps_the_context_that_a_prompt_ends_with(folders: dict[str,
     compact.close()
 
 
-def test_taps_in_another_order_draft_something_else(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_taps_in_another_order_draft_something_else(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = tokens_of(30, seed=77)
-    expected = drafted_at_once(Sequences(folders["v4.1"], DRAFTING), tokens, anchor=8)
+    sequences = Sequences(folders["v4.1"], DRAFTING)
+    expected = drafted_at_once(sequences, tokens, anchor=8)
     monkeypatch.setattr(model_module.Taps, "values", lambda taps: torch.cat(taps._taken[::-1], 1))
-    assert not drafted_at_once(Sequences(folders["v4.1"], DRAFTING), tokens, anchor=8).equals(expected)
+    assert not drafted_at_once(sequences, tokens, anchor=8).equals(expected)
+    sequences.close()
 
 
 @pytest.mark.parametrize("config", [tiny_v41, tiny_v4])
@@ -198,7 +204,7 @@ def test_longer_drafts_than_the_block_are_refused(folders: dict[str, Path]) -> N
 
 def test_drafts_without_stages_are_refused(tmp_path: Path) -> None:
     ratios = [0, 0, 2, 2, 2, 1, 1, 1, 1, 1]
-    write_model(tiny_v41(num_nextn_predict_layers=0, compress_ratios=ratios), tmp_path)
+    write_model(tiny_v41(vocab_size=VOCAB, num_nextn_predict_layers=0, compress_ratios=ratios), tmp_path)
     words = r"num_drafts: the checkpoint has no DSpark stages \(num_nextn_predict_layers is 0\)"
     with pytest.raises(WorkerFault, match=words):
         load(tmp_path, DRAFTING._replace(num_drafts=1))
@@ -211,6 +217,23 @@ def test_truncation_must_leave_room_for_drafts_that_are_made(folders: dict[str, 
     with pytest.raises(WorkerFault, match="window \\+ drafts \\+ 1 = 16 \\+ 5 \\+ 1 = 22"):
         load(folders["v4.1"], DRAFTING._replace(keep_tokens=KEEP - 1))
     load(folders["v4.1"], DRAFTING._replace(keep_tokens=WINDOW + 1, num_drafts=0)).close()
+
+
+def test_llama_has_no_stages(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(TinyLlama().write(tmp_path))
+    ops = select_ops("cpu", batch_invariant=True)
+    with pytest.raises(WorkerFault, match="num_drafts: this architecture has no draft stages, 2 came"):
+        load_model(checkpoint, ops, ModelOptions(num_drafts=2), lambda done, total: None)
+    assert load_model(checkpoint, ops, ModelOptions(), lambda done, total: None).drafter is None
+
+
+def test_ranks_share_the_draft_experts(folders: dict[str, Path]) -> None:
+    num_ranks = 2
+    folder = SafetensorsFolder(folders["v4.1"])
+    config = DeepseekConfig.read(folder.metadata, "config.json")
+    ranks = [RankTensors(folder, config, num_ranks, rank, has_drafts=True) for rank in range(num_ranks)]
+    assert [list(rank.draft_experts) for rank in ranks] == [[0, 1], [2, 3]]
+    assert not RankTensors(folder, config, num_ranks, 0).draft_experts
 
 
 # ---- the oracle

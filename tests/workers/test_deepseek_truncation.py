@@ -31,7 +31,7 @@ from deepinfer_workers.models.deepseek.model import Deepseek, RowCounts
 from deepinfer_workers.runner import WorkerFault
 from deepinfer_workers.safetensors_folder import SafetensorsFolder
 from doubles.deepseek_products import ProductRows
-from doubles.deepseek_sequences import EXACT, Sequences, random_tokens
+from doubles.deepseek_sequences import DRAFTING, EXACT, Sequences, random_tokens
 from doubles.driver import Driver, Row
 from doubles.released_deepseek import v41_flash as released_v41_flash
 from doubles.tiny_deepseek import tiny_v4, tiny_v41
@@ -405,7 +405,7 @@ def test_the_benchmark_names_the_released_shapes() -> None:
 
 def test_a_keep_that_cannot_rebuild_what_decoding_reads_is_refused_with_the_sum(folder: Path) -> None:
     ops = select_ops("cpu", batch_invariant=True, dtype="float32")
-    options = EXACT._replace(keep_tokens=KEEP - 1)
+    options = DRAFTING._replace(keep_tokens=KEEP - 1)
     with pytest.raises(WorkerFault, match=r"21 is below window \+ drafts \+ 1 = 16 \+ 5 \+ 1 = 22"):
         load_deepseek(SafetensorsFolder(folder), ops, options, lambda done, total: None)
 

@@ -119,7 +119,7 @@ class DsparkDrafter:
         for stage, ring in zip(self._stages, self._rings, strict=True):
             streams = stage(streams, block_ids, blocks, ring)
         last = collapse(streams.shares, streams.values) if self._collapse is None else self._collapse(streams.values)
-        return last.unflatten(0, (num_blocks, num_places))
+        return last.view(num_blocks, num_places, -1)
 
     def logits(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """Of `hidden` [R, C], one place of every block, behind the tokens `previous` [R]: [R, V] float32."""
