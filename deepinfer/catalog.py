@@ -208,6 +208,6 @@ def _by_name(model: str, catalog: tuple[KnownModel, ...]) -> KnownModel:
     for known in catalog:
         if model in (known.name, *known.aliases):
             return known
-    names = ", ".join(known.name for known in (*SHIPPED, *catalog))
+    names = ", ".join([*(shipped.name for shipped in SHIPPED), *(known.name for known in catalog)])
     pull = f" (`deepinfer models pull {model}` fetches it from a hub)" if is_hub_name(model) else ""
     raise UnknownModel(f"{model!r} is neither a .gguf file, a folder, nor a known model{pull}; known: {names}")

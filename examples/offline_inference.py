@@ -2,8 +2,10 @@
 
     python examples/offline_inference.py [--model NAME_OR_PATH] [--max-tokens NUMBER] [--no-thinking] [PROMPT ...]
 
-`DEEPINFER_HF_MODEL_DIR=DIR` serves the model folder DIR, one of DeepSeek-V4.1 for instance, instead of the small model
-that is fetched by name. Where weights or memory are missing, it says which and how much.
+The model is V4.1-Nano, which comes with the packages: a small one with every part of DeepSeek-V4.1-Flash. It drafts
+several tokens ahead and verifies them in one forward; the last lines say what came of that.
+`DEEPINFER_HF_MODEL_DIR=DIR` serves the model folder DIR instead, one of DeepSeek-V4.1 for instance. Where weights or
+memory are missing, it says which and how much.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ import time
 from deepinfer import DeepInferError, Engine, SamplingParams
 
 PROMPTS = [
-    "What is the capital of France?",
-    "Explain in two sentences what a CPU cache is.",
-    "Write one sentence about the sea.",
-    "Name three colors of the rainbow.",
-    "Why do leaves fall in autumn?",
     "What does a librarian do?",
+    "Tell me a short story about a lost dog.",
+    "Write one sentence about the sea.",
+    "Give me three tips for a long walk.",
+    "Why do leaves fall in autumn?",
+    "Write a short poem about winter.",
 ]
 
 
@@ -32,11 +34,12 @@ async def answer(model: str, prompts: list[str], max_tokens: int, thinking: bool
     engine = await Engine.start(model, on_progress=say)
     try:
         say(f"ready after {time.perf_counter() - started_s:.1f} s")
-        params = SamplingParams(temperature=0, max_tokens=max_tokens)
+        params = SamplingParams(temperature=0.6, top_p=0.95, seq_seed=1, max_tokens=max_tokens)
         started_s = time.perf_counter()
         chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
         completions = await engine.generate_many(chats, params, thinking=thinking)
         elapsed_s = time.perf_counter() - started_s
+        drafts = engine.stats().core.drafts
     finally:
         await engine.aclose()
     for prompt, completion in zip(prompts, completions, strict=True):
@@ -47,6 +50,8 @@ async def answer(model: str, prompts: list[str], max_tokens: int, thinking: bool
         f"\n{len(completions)} answers, {num_prompt_tokens} prompt tokens, {num_tokens} new tokens "
         f"in {elapsed_s:.1f} s: {num_tokens / elapsed_s:.1f} tokens/s"
     )
+    if drafts.num_steps:  # the model has draft stages, and they are on
+        print(*drafts.lines(), sep="\n")
 
 
 def say(text: str) -> None:

@@ -109,7 +109,7 @@ def test_a_missing_gguf_and_a_file_of_another_kind_name_the_file(tmp_path: Path)
     ids=["empty", "misspelt", "hub name", "null byte", "too long", "no such user"],
 )
 def test_an_unknown_name_lists_the_known_ones(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UnknownModel, match=r"known: tiny$"):
+    with pytest.raises(UnknownModel, match=r"known: v41-nano, tiny$"):
         resolve(name, cache_dir=tmp_path, catalog=(TINY,))
 
 
