@@ -27,7 +27,7 @@ from deepinfer import Engine, InvalidRequest, Overloaded, SamplingParams, TokenS
 
 @asynccontextmanager
 async def lifespan(app: Starlette) -> AsyncIterator[None]:
-    async with Engine(os.environ.get("DEEPINFER_HF_MODEL_DIR") or "v41-nano") as engine:
+    async with Engine(os.environ.get("DEEPINFER_HF_MODEL_DIR") or "smollm2-135m") as engine:
         app.state.engine = engine
         yield
 

@@ -22,9 +22,9 @@ PROMPTS = [
     "What does a librarian do?",
     "Tell me a short story about a lost dog.",
     "Write one sentence about the sea.",
-    "Give me three tips for a long walk.",
+    "Write a letter to a friend about the garden.",
     "Why do leaves fall in autumn?",
-    "Write a short poem about winter.",
+    "What is a bakery?",
 ]
 
 

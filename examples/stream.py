@@ -24,7 +24,7 @@ async def stream(model: str, prompt: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompt", nargs="?", default="The capital of France is", metavar="PROMPT")
-    parser.add_argument("--model", default=os.environ.get("DEEPINFER_HF_MODEL_DIR") or "v41-nano")
+    parser.add_argument("--model", default=os.environ.get("DEEPINFER_HF_MODEL_DIR") or "smollm2-135m")
     arguments = parser.parse_args()
     asyncio.run(stream(arguments.model, arguments.prompt))
 

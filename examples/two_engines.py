@@ -43,7 +43,7 @@ async def describe(bulk: Engine) -> list[Completion]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=os.environ.get("DEEPINFER_HF_MODEL_DIR") or "v41-nano")
+    parser.add_argument("--model", default=os.environ.get("DEEPINFER_HF_MODEL_DIR") or "smollm2-135m")
     parser.add_argument("--bulk-model", help="the same if not given")
     arguments = parser.parse_args()
     asyncio.run(serve(arguments.model, arguments.bulk_model or arguments.model))

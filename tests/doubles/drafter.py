@@ -59,7 +59,7 @@ def drafting(block_size: int, vocab_size: int, error_rate: float = 0.3) -> Itera
     def load(*arguments: object) -> Model:
         *others, options, report = arguments
         assert isinstance(options, ModelOptions)
-        model = load_model(*others, options._replace(num_drafts=0), report)  # type: ignore[arg-type]
+        model = load_model(*others, options._replace(num_drafts=0), report)  # type: ignore[arg-type, call-arg]
         model.drafter = drafter
         return model
 
