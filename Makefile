@@ -34,7 +34,7 @@ venv: $(RUN_READY) ## prepare .venv with what serving needs
 
 venv-dev: $(DEV_READY) ## prepare .venv with what tests and checks need as well
 
-demo: $(RUN_READY) ## answer a few prompts with V4.1-Nano, the small model in this checkout
+demo: $(RUN_READY) ## answer a few prompts with the model that comes with the packages
 	@$(PY) examples/offline_inference.py
 
 test: $(DEV_READY) ## the tests that need no GPU and little time

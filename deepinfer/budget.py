@@ -20,9 +20,9 @@ CERTAIN: Final = 255
 """A survival of 1, and that of a draft of which nothing is known."""
 ENOUGH_ROWS: Final = 32
 """Fewer rows say little of those to come: steps before them count, too."""
-FIRST_PROBE: Final = 64
+FIRST_PROBE: Final = 128
 """Steps without drafts, after which some are made again to see what they would bring."""
-LAST_PROBE: Final = 512
+LAST_PROBE: Final = 1024
 """The most: each time in vain doubles them."""
 MAX_UNKNOWN: Final = 4
 """Steps of drafts of which nothing is known yet; after as many, what is remembered decides."""

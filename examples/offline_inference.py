@@ -2,8 +2,10 @@
 
     python examples/offline_inference.py [--model NAME_OR_PATH] [--max-tokens NUMBER] [--no-thinking] [PROMPT ...]
 
-The model is v41-nano, which came with the workers: nothing is fetched. `DEEPINFER_HF_MODEL_DIR=DIR` serves the model
-folder DIR instead, one of DeepSeek-V4.1 for instance. Where weights or memory are missing, it says which and how much.
+The model is V4.1-Nano, which comes with the packages: a small one with every part of DeepSeek-V4.1-Flash. It drafts
+several tokens ahead and verifies them in one forward; the last lines say what came of that.
+`DEEPINFER_HF_MODEL_DIR=DIR` serves the model folder DIR instead, one of DeepSeek-V4.1 for instance. Where weights or
+memory are missing, it says which and how much.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ import time
 from deepinfer import DeepInferError, Engine, SamplingParams
 
 PROMPTS = [
-    "Why do people like music?",
+    "What does a librarian do?",
+    "Tell me a short story about a lost dog.",
     "Write one sentence about the sea.",
-    "Give me three short tips about sleep.",
-    "Tell me something interesting about the moon.",
-    "What happens in the garden in the morning?",
-    "Write a short story for a child about a gentle turtle in the park.",
+    "Write a letter to a friend about the garden.",
+    "Why do leaves fall in autumn?",
+    "What is a bakery?",
 ]
 
 
@@ -32,7 +34,7 @@ async def answer(model: str, prompts: list[str], max_tokens: int, thinking: bool
     engine = await Engine.start(model, on_progress=say)
     try:
         say(f"ready after {time.perf_counter() - started_s:.1f} s")
-        params = SamplingParams(temperature=0.6, top_p=0.95, seq_seed=1, max_tokens=max_tokens)
+        params = SamplingParams(temperature=0, max_tokens=max_tokens)
         started_s = time.perf_counter()
         chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
         completions = await engine.generate_many(chats, params, thinking=thinking)
@@ -48,11 +50,8 @@ async def answer(model: str, prompts: list[str], max_tokens: int, thinking: bool
         f"\n{len(completions)} answers, {num_prompt_tokens} prompt tokens, {num_tokens} new tokens "
         f"in {elapsed_s:.1f} s: {num_tokens / elapsed_s:.1f} tokens/s"
     )
-    if drafts.num_verified:
-        print(
-            f"{drafts.tokens_per_step:.2f} tokens a forward: "
-            f"{drafts.num_accepted} of {drafts.num_verified} drafts were accepted"
-        )
+    if drafts.num_steps:  # the model has draft stages, and they are on
+        print(*drafts.lines(), sep="\n")
 
 
 def say(text: str) -> None:

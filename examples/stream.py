@@ -11,20 +11,19 @@ import argparse
 import asyncio
 import os
 
-from deepinfer import Engine, SamplingParams
+from deepinfer import Engine
 
 
 async def stream(model: str, prompt: str) -> None:
     async with Engine(model) as engine:
-        messages = [{"role": "user", "content": prompt}]
-        async for tok in engine.stream(messages=messages, params=SamplingParams(temperature=0, max_tokens=64)):
+        async for tok in engine.stream(messages=[{"role": "user", "content": prompt}]):
             print(tok.text, end="", flush=True)
     print()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("prompt", nargs="?", default="Write one sentence about the sea.", metavar="PROMPT")
+    parser.add_argument("prompt", nargs="?", default="Tell me a short story about a lost dog.", metavar="PROMPT")
     parser.add_argument("--model", default=os.environ.get("DEEPINFER_HF_MODEL_DIR") or "v41-nano")
     arguments = parser.parse_args()
     asyncio.run(stream(arguments.model, arguments.prompt))

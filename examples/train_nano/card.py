@@ -81,13 +81,12 @@ def card(report: dict[str, Any], config: dict[str, Any]) -> str:
 
 
 def _training(report: dict[str, Any]) -> Iterator[str]:
-    names = {"base": "The model", "drafts": "The draft stages, beside the frozen model,"}
-    told = [
-        f"{names[name]} saw {log['tokens'] / 1e6:.0f} million tokens in {log['step']:,} steps and "
-        f"{log['seconds'] / 60:.0f} minutes of one H200."
-        for name, log in report.get("training", {}).items()
-        if log
+    found = report["training"]
+    logs = [
+        ("The model", found["model"]),
+        *(("The draft stages, beside the frozen model,", log) for log in found["drafts"]),
     ]
+    told = [f"{who} saw {log['tokens'] / 1e6:.1f} million tokens in {log['step']:,} steps." for who, log in logs if log]
     if told:
         what = "The last steps compute with weights, activations and cached rows in their stored formats."
         yield "\n".join(["## Training", "", *told, what, "The programs are those of `examples/train_nano`.", ""])
@@ -137,7 +136,7 @@ def _drafts(name: str, drafts: dict[str, Any]) -> Iterator[str]:
 
 
 def _samples(report: dict[str, Any]) -> Iterator[str]:
-    samples: Sequence[dict[str, str]] = report["samples"]
+    samples: Sequence[dict[str, str]] = report.get("samples", [])
     if samples:
         yield "## Samples\n\nTemperature 0.6, top-p 0.95, at most 300 tokens, one seed, none left out or edited.\n"
     for sample in samples:

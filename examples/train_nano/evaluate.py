@@ -1,6 +1,6 @@
 """The figures of a trained model, as JSON: held-out loss, answers, what drafts bring, and what truncation changes.
 
-    python -m examples.train_nano.evaluate DATA CHECKPOINT SERVED [--drafts CHECKPOINT] [--json FILE]
+    python -m examples.train_nano.evaluate DATA CHECKPOINT SERVED [--drafts CHECKPOINT ...] [--json FILE]
 
 CHECKPOINT holds what `train` wrote, SERVED what `export` made of it, `--drafts` what `train_drafts` wrote. All but one
 loss is the engine's doing. The two losses differ by what rounding does to sums: in training whole documents are
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--drafts", type=Path)
+    parser.add_argument("--drafts", type=Path, nargs="*", default=[], help="in the order of their training")
     parser.add_argument("--documents", type=int, default=100, help="to compute the loss of")
     parser.add_argument("--samples", type=int, default=12, help="of answers, as they come")
     parser.add_argument("--questions", type=int, default=60, help="to answer with drafts")
@@ -64,8 +64,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
     data, served_folder = arguments.data, arguments.served
     report: dict[str, Any] = {"model": size(served_folder)}
-    logs = {"base": arguments.checkpoint, "drafts": arguments.drafts}
-    report["training"] = {name: last_line(folder / "log.jsonl") for name, folder in logs.items() if folder is not None}
+    report["training"] = {
+        "model": last_line(arguments.checkpoint / "log.jsonl"),
+        "drafts": [last_line(folder / "log.jsonl") for folder in arguments.drafts],
+    }
     documents = held_out(data, arguments.documents)
     questions = first_questions(data, max(arguments.samples, arguments.questions))
     answered = asyncio.run(served(served_folder, documents, questions[: arguments.samples], _MOST_TOKENS))
@@ -85,11 +87,13 @@ def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
             "cuts": agreement.cuts(talks, end_of_prompt, arguments.cuts),
         }
         report["agreement"] = asyncio.run(agreement.measure(served_folder, talks, kinds))
-    return report | {"samples": answered["samples"]}
+    if arguments.samples:
+        report["samples"] = answered["samples"]
+    return report
 
 
 def show(report: dict[str, Any]) -> None:
-    for answer in report["samples"]:
+    for answer in report.get("samples", []):
         print(f"\n> {answer['prompt']}\n{answer['text']}")
     for name, part in report.items():
         if name != "samples":

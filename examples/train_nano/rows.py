@@ -38,19 +38,20 @@ class Rows:
 
 
 class Mixture:
-    """Short rows and long ones, about as many tokens in each step."""
+    """Short rows and, where there are any, long ones; about as many tokens in each step."""
 
     def __init__(self, folder: Path, split: str, tokens_per_step: int, device: torch.device) -> None:
         self._tokens_per_step = tokens_per_step
         lengths = sorted({int(path.stem.split("_")[1]) for path in folder.glob(f"{split}_*.npy")})
-        assert len(lengths) == 2, f"{folder}: rows of two lengths were expected, {lengths} came"
-        self.lengths = lengths[0], lengths[1]
+        assert 1 <= len(lengths) <= 2, f"{folder}: {split} rows of one or two lengths were expected, {lengths} came"
+        self.lengths = tuple(lengths)
         self._kinds = [Rows(sorted(folder.glob(f"{split}_{length}_*.npy")), device) for length in lengths]
 
     def batch(self, step: int) -> Tensor:
         """[B, T] int64"""
-        is_long = step % LONG_EVERY == LONG_EVERY - 1
-        index = step // LONG_EVERY if is_long else step - step // LONG_EVERY
+        is_long = len(self.lengths) > 1 and step % LONG_EVERY == LONG_EVERY - 1
+        num_long = step // LONG_EVERY if len(self.lengths) > 1 else 0
+        index = num_long if is_long else step - num_long
         return self._kinds[is_long].batch(index, self._size(self.lengths[is_long]))
 
     def in_order(self) -> list[Tensor]:

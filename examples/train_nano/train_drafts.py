@@ -1,11 +1,15 @@
 """Trains DSpark stages on a frozen model, for a number of seconds, and goes on where it was stopped.
 
     python -m examples.train_nano.train_drafts DATA BASE STATE OUT --seconds 250 [--call-seconds 560]
+    python -m examples.train_nano.train_drafts DATA BASE STATE OUT2 --steps 200 --start OUT --own OWN --rate 1e-3
 
 DATA holds what `prepare` wrote, BASE the weights that `train` wrote. STATE keeps all that training needs to go on; OUT
 gets drafts.NN.safetensors of at most 16 MiB each, and log.jsonl, whose last line is about held-out rows: acceptance by
 place, greedy and at temperature 1, if all drafts before were accepted; the confidence in it; and the tokens that a step
 commits. In the second half of the training, the stages are trained in the formats of the released checkpoint.
+
+The second form goes on from the stages of an earlier training, with a STATE of its own, on the rows that
+`continue_text` wrote: the model's own words instead of those it was taught. It is in the released formats all along.
 """
 
 from __future__ import annotations
@@ -41,13 +45,29 @@ ROUND_FROM = 0.5
 class DraftTrainer:
     """Stages, their optimizer, the frozen model and data on one device."""
 
-    def __init__(self, data: Path, base: Path, device: torch.device, tokens_per_step: int, *, compiles: bool) -> None:
+    def __init__(
+        self,
+        data: Path,
+        base: Path,
+        device: torch.device,
+        tokens_per_step: int,
+        *,
+        compiles: bool,
+        start: Path | None = None,
+        own: Path | None = None,
+    ) -> None:
+        """`start`: a folder of stages to go on from, `own`: one of rows to train on instead of those in `data`."""
         self.figures = figures = Figures.of_file(data / "config.json")
         found = draft_parameters(figures)
-        self._learnt = Learnt(initial(figures, SEED, device, found), found)
+        weights = initial(figures, SEED, device, found)
+        if start is not None:
+            weights |= {name: weight.to(device).float() for name, weight in read_parts(start, "drafts").items()}
+        self._learnt = Learnt(weights, found)
+        self._round_from = ROUND_FROM if start is None else 0.0
         self._base = {name: weight.to(device).float() for name, weight in read_parts(base, "model").items()}
-        self._rows, self._held_out = (Mixture(data, split, tokens_per_step, device) for split in ("train", "test"))
-        self._packer = Packer(figures, max(self._rows.lengths), device)
+        self._rows = Mixture(data if own is None else own, "train" if own is None else "own", tokens_per_step, device)
+        self._held_out = Mixture(data, "test", tokens_per_step, device)
+        self._packer = Packer(figures, max(*self._rows.lengths, *self._held_out.lengths), device)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         compressed = torch.from_numpy(np.load(data / "compressed.npy", allow_pickle=False)).to(device)
         self._model = Model(figures, compressed, dtype, compiles=compiles)
@@ -61,7 +81,7 @@ class DraftTrainer:
     def step(self, progress: Progress, plan: Plan) -> tuple[DraftLosses, int]:
         """What the step saw, and the number of its tokens."""
         rows, rate = self._rows.batch(progress.step), plan.rate(progress)
-        is_rounded = plan.share(progress) >= ROUND_FROM
+        is_rounded = plan.share(progress) >= self._round_from
         with self._learnt.as_stored(is_rounded):
             losses = self._losses(rows, progress.step, is_rounded=is_rounded)
             losses.total.backward()
@@ -84,7 +104,7 @@ class DraftTrainer:
 
     def save(self, state: Path, out: Path, *, rounds: bool) -> None:
         self._learnt.save_state(state)
-        self._learnt.save_weights(out, "drafts", rounds=rounds)
+        self._learnt.save_weights(out, "drafts", rounds=rounds or not self._round_from)
 
     def load(self, state: Path) -> None:
         self._learnt.load_state(state)
@@ -130,6 +150,8 @@ def main() -> None:
     parser.add_argument("--call-seconds", type=float, default=float("inf"), help="of this call")
     parser.add_argument("--tokens-per-step", type=int, default=65_536)
     parser.add_argument("--rate", type=float, default=PEAK_RATE, help="the highest learning rate")
+    parser.add_argument("--start", type=Path, help="a folder of stages to go on from")
+    parser.add_argument("--own", type=Path, help="a folder of the model's own continuations")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     arguments = parser.parse_args()
@@ -137,7 +159,13 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 64  # kinds of layers times lengths of rows
     device = torch.device(arguments.device)
     trainer = DraftTrainer(
-        arguments.data, arguments.base, device, arguments.tokens_per_step, compiles=arguments.compile
+        arguments.data,
+        arguments.base,
+        device,
+        arguments.tokens_per_step,
+        compiles=arguments.compile,
+        start=arguments.start,
+        own=arguments.own,
     )
     plan = Plan(arguments.seconds, arguments.steps, arguments.rate)
     progress = run(trainer, plan, arguments.state, arguments.out, arguments.call_seconds, round_from=ROUND_FROM)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepinfer_workers import model_runner
 from deepinfer_workers.batch import Ints
-from deepinfer_workers.models.model import Model
+from deepinfer_workers.models.model import Model, ModelOptions
 from deepinfer_workers.models.registry import load_model
 
 
@@ -57,7 +57,9 @@ def drafting(block_size: int, vocab_size: int, error_rate: float = 0.3) -> Itera
     drafter = ScriptedDrafter(block_size, vocab_size, error_rate)
 
     def load(*arguments: object) -> Model:
-        model = load_model(*arguments)  # type: ignore[arg-type]
+        *others, options, report = arguments
+        assert isinstance(options, ModelOptions)
+        model = load_model(*others, options._replace(num_drafts=0), report)  # type: ignore[arg-type, call-arg]
         model.drafter = drafter
         return model
 

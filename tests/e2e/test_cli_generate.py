@@ -128,6 +128,15 @@ def test_bad_lines_can_become_error_lines(tmp_path: Path) -> None:
 # In this process
 
 
+def test_what_became_of_drafts_is_told_and_in_the_lines(tmp_path: Path) -> None:
+    prompts, out = write_prompts(tmp_path / "in.jsonl", 20), tmp_path / "out.jsonl"
+    done = run_command(*generate(prompts, out, "--set", "fake_num_drafts=3"))
+    assert done.returncode == 0 and "tokens a forward" in done.stderr, done.stderr
+    check_complete(read(out), 20)
+    drafts = [record["drafts"] for record in read(out)]
+    assert 0 < sum(each["accepted"] for each in drafts) < sum(each["verified"] for each in drafts)
+
+
 @pytest.mark.usefixtures("no_tasks_left")
 async def test_what_only_the_model_refuses_names_the_line_and_keeps_what_is_finished(tmp_path: Path) -> None:
     prompts = tmp_path / "in.jsonl"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,16 @@ def test_a_pipe_of_prompts_gives_an_answer_a_line(word_model: str) -> None:
     assert len(answers) == 3 and answers[0] == answers[1] != answers[2]
     assert all(len(answer.split()) == 4 for answer in answers)
     assert done.stderr.count("[4 tokens: the first after") == 3 and "/clear" in done.stderr
+
+
+def test_an_answer_with_drafts_says_how_many_tokens_a_forward_committed(word_model: str) -> None:
+    asked = [*fake(word_model), "--max-tokens", "30", "--stats"]
+    drafting = run_command(*asked, "--set", "fake_num_drafts=4", stdin="w1 w2\n")
+    plain = run_command(*asked, stdin="w1 w2\n")
+    assert drafting.stdout == plain.stdout
+    told = re.search(r"; (\d\.\d\d) tokens a forward]", drafting.stderr)
+    assert told is not None and 1 < float(told[1]) < 5
+    assert "a forward" not in plain.stderr
 
 
 @pytest.mark.parametrize("is_answering", [True, False])

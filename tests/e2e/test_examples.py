@@ -31,8 +31,8 @@ PROGRAMS: Final = ("offline_inference", "stream", "sync_script", "two_engines")
 pytestmark = pytest.mark.timeout(180)
 
 
-def run_example(name: str, *arguments: str, model: str = "") -> subprocess.CompletedProcess[str]:
-    return run(f"examples/{name}.py", *arguments, DEEPINFER_HF_MODEL_DIR=model)
+def run_example(name: str, *arguments: str, model: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    return run(f"examples/{name}.py", *arguments, DEEPINFER_HF_MODEL_DIR=model, **variables)
 
 
 @pytest.fixture(scope="module")
@@ -63,22 +63,22 @@ def test_an_example_says_how_it_is_used(name: str) -> None:
     assert f"python examples/{name}.py [--model NAME_OR_PATH]" in done.stdout and "usage:" in done.stdout
 
 
-def test_offline_inference_answers_and_counts() -> None:
-    done = run_example("offline_inference", "--max-tokens", "24")
+def test_offline_inference_answers_and_counts(tmp_path: Path) -> None:
+    """With the model that is there without a download, and without a place where one could be kept."""
+    done = run_example("offline_inference", "--max-tokens", "24", XDG_CACHE_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert "pulling" not in done.stderr
-    answers = re.findall(r"^> .+\n(.+)", done.stdout, re.M)
+    assert list(tmp_path.iterdir()) == [], "something was fetched"
+    answers = re.findall(r"\n> .+\n(.+)", done.stdout)
     assert len(answers) == 6 and all(re.search(r"[a-z]+ [a-z]+ [a-z]+", answer) for answer in answers), done.stdout
-    speed, drafts = done.stdout.splitlines()[-2:]
-    assert re.fullmatch(r"6 answers, \d+ prompt tokens, \d+ new tokens in [\d.]+ s: [\d.]+ tokens/s", speed)
-    found = re.fullmatch(r"([\d.]+) tokens a forward: (\d+) of (\d+) drafts were accepted", drafts)
-    assert found is not None and 1.3 < float(found[1]) <= 6 and 0 < int(found[2]) < int(found[3])
+    committed = re.search(r"^([\d.]+) tokens a forward", done.stdout, re.M)
+    assert committed is not None and float(committed[1]) > 1.5
+    assert re.search(r"6 answers, \d+ prompt tokens, \d+ new tokens in [\d.]+ s: [\d.]+ tokens/s", done.stdout)
 
 
 def test_offline_inference_does_without_drafts() -> None:
-    done = run("examples/offline_inference.py", "--max-tokens", "4", DEEPINFER_USE_NEXTN_DECODE="0")
+    done = run_example("offline_inference", "--max-tokens", "4", DEEPINFER_USE_NEXTN_DECODE="0")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith("6 answers, ") and "drafts" not in done.stdout
+    assert re.search(r"^6 answers, ", done.stdout, re.M) and "drafts" not in done.stdout
 
 
 def test_offline_inference_refuses_in_words() -> None:
@@ -92,7 +92,9 @@ def test_the_readme_shows_the_program_that_runs() -> None:
     program = re.search(r"```python\n(from deepinfer import.*?)```", readme, re.S)
     assert program is not None
     for line in program.group(1).splitlines():
-        wanted = line.strip().replace('"Write one sentence about the sea."', "prompt").replace('"v41-nano"', "model")
+        wanted = (
+            line.strip().replace('"Tell me a short story about a lost dog."', "prompt").replace('"v41-nano"', "model")
+        )
         assert wanted in body or not wanted, f"{line!r} is not in examples/stream.py"
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from deepinfer.budget import FixedDrafts, NoDrafts
 from deepinfer.core import CoreConfig, EngineCore
 from deepinfer.errors import WorkerLost
 from deepinfer.metrics import EngineMetrics, Histogram, Metric
@@ -22,13 +23,16 @@ from doubles.group import SimulatedGroup
 class Driven:
     """A core whose steps are simulated, with its metrics."""
 
-    def __init__(self, *, slots: int = 8, blocks: int = 256, num_ranks: int = 1, **config: Any) -> None:
+    def __init__(
+        self, *, slots: int = 8, blocks: int = 256, num_ranks: int = 1, longest_draft: int = 0, **config: Any
+    ) -> None:
         self.clock = VirtualClock()
         shape = CacheShape(slots, blocks, 4)
         config = {"max_batch_tokens": 64, "prefill_chunk": 16, **config}
-        self.scheduler = Scheduler(SchedulerConfig(**config), [shape] * num_ranks)
+        policies = [FixedDrafts(longest_draft) if longest_draft else NoDrafts() for _ in range(num_ranks)]
+        self.scheduler = Scheduler(SchedulerConfig(**config), [shape] * num_ranks, drafts=policies)
         self.metrics = EngineMetrics(has_prefix_cache=self.scheduler.config.prefix_cache)
-        group = SimulatedGroup(self.clock, shape, num_ranks, seed=1)
+        group = SimulatedGroup(self.clock, shape, num_ranks, seed=1, num_drafts=longest_draft)
         self.core = EngineCore(
             self.scheduler, group, self.clock, CoreConfig(), [self.metrics], stopwatch=self.clock.time
         )
@@ -202,3 +206,35 @@ def test_quantiles_lie_in_the_bucket_of_their_rank() -> None:
 def test_reading_a_value_as_a_distribution_is_refused() -> None:
     with pytest.raises(TypeError, match="generation_tokens is a counter"):
         _ = Driven().read()["generation_tokens"].distribution
+
+
+def test_drafts_are_counted_under_the_names_that_dashboards_know() -> None:
+    driven = Driven()
+    counts = driven.scheduler.drafts
+    for num_verified, num_accepted in ((3, 1), (3, 3), (2, 0), (0, 0)):
+        counts.add(num_verified, num_accepted)
+    metrics = driven.read()
+    assert metrics["spec_decode_num_drafts"].value == 3
+    assert metrics["spec_decode_num_draft_tokens"].value == 8
+    assert metrics["spec_decode_num_accepted_tokens"].value == 4
+    assert metrics["spec_decode_num_draft_tokens_per_pos"].values == {"0": 3, "1": 3, "2": 2}
+    assert metrics["spec_decode_num_accepted_tokens_per_pos"].values == {"0": 2, "1": 1, "2": 1}
+    assert metrics["spec_decode_forwards"].values == {"0": 1, "1": 0, "2": 1, "3": 2}
+    assert metrics["spec_decode_forwards"].label == "verified"
+    assert Driven().read()["spec_decode_num_accepted_tokens_per_pos"].values == {}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_gaps_of_samples_that_get_several_tokens_a_step_sum_up_to_their_decode_times(num_ranks: int) -> None:
+    driven = Driven(slots=16, num_ranks=num_ranks, longest_draft=4)
+    for index in range(12):
+        driven.submit(f"r{index}", [index, 1, 2], 3 + 7 * index)
+        for _ in range(index):
+            driven.clock.run_one()
+    driven.run()
+    metrics = driven.read()
+    assert metrics["generation_tokens"].value == sum(3 + 7 * index for index in range(12))
+    assert metrics["spec_decode_num_accepted_tokens"].value > 0
+    gaps = metrics["inter_token_latency_seconds"].distribution
+    assert gaps.sum == pytest.approx(metrics["request_decode_time_seconds"].distribution.sum)
+    assert gaps.count == sum(2 + 7 * index for index in range(12))

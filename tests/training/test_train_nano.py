@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import lzma
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,7 @@ from torch import Tensor
 
 from deepinfer_kernels import fake_index_row, fake_main_row, fake_quantize_activation
 from deepinfer_workers.models.deepseek.engram_hash import compressed_vocabulary
-from deepinfer_workers.models.deepseek.random_tokenizer import write_tokenizer
 from doubles.deepseek_probe import Probe
-from doubles.tiny_deepseek import tiny_v41
 from examples.train_nano.calls import Plan, Progress, run
 from examples.train_nano.chat import UNLEARNT, TextEncoder, Turn
 from examples.train_nano.evaluate import served, trained_loss
@@ -29,16 +25,10 @@ from examples.train_nano.held_out import held_out
 from examples.train_nano.layers import Switches
 from examples.train_nano.model import Model
 from examples.train_nano.packed import Packer
-from examples.train_nano.parameters import Weights, initial, parameters, stored
-from examples.train_nano.prepare import prepare
 from examples.train_nano.rounding import fp8_rows, index_rows, main_rows
 from examples.train_nano.tensor_parts import read_parts
 from examples.train_nano.train import Trainer
-
-VOCAB_SIZE = 320
-OFF = torch.tensor(False)
-ON = torch.tensor(True)
-CPU = torch.device("cpu")
+from training.nano import CPU, OFF, ON, VOCAB_SIZE, prepared, random_weights, tiny_config
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -47,33 +37,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def tiny_config(folder: Path, *, has_drafts: bool = False) -> dict[str, Any]:
-    """Written to `folder` with its tokenizer: a tiny model."""
-    config = tiny_v41(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        n_routed_experts=4,
-        dspark_noise_token_id=VOCAB_SIZE - 2,
-        **({} if has_drafts else {"num_nextn_predict_layers": 0, "compress_ratios": [0, 0, 2, 2, 2, 1, 1, 1, 1, 1]}),
-    )
-    write_tokenizer(folder, VOCAB_SIZE)
-    compressed = compressed_vocabulary(folder / "tokenizer.json", VOCAB_SIZE)
-    config["text_config"]["engram_compressed_vocab_size"] = int(compressed.max()) + 1
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return config
-
-
-def random_weights(figures: Figures, seed: int) -> Weights:
-    """Of checkpoints: every number as it is stored. Nothing is left at a start that hides an error."""
-    generator = torch.Generator().manual_seed(seed)
-    start = initial(figures, seed, CPU)
-    for name, parameter in parameters(figures).items():
-        if parameter.start <= 0.0:
-            start[name] = start[name] + 0.3 * torch.randn(parameter.shape, generator=generator)
-        start[name] = stored(name, start[name], parameter.storage)
-    return start
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -120,25 +83,9 @@ def test_rounding_passes_gradients() -> None:
 # The commands
 
 
-def write_corpus(path: Path) -> None:
-    source = random.Random(5)
-    words = ["the", "a", "cat", "dog", "sea", "old", "small", "blue", "runs", "sings", "near", "house", "tree", "and"]
-    with lzma.open(path, "wt", encoding="utf-8") as lines:
-        for index in range(400):
-            text = " ".join(source.choices(words, k=source.randint(3, 20)))
-            line = {"p": f"Say {source.choice(words)} {index}.", "a": text + "."} | (
-                {"cut": 1} if index % 3 == 0 else {}
-            )
-            lines.write(json.dumps(line) + "\n")
-
-
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """What `prepare` makes of a small corpus, for a tiny model."""
-    write_corpus(tmp_path / "corpus.jsonl.xz")
-    tiny_config(tmp_path)
-    prepare(tmp_path / "data", [tmp_path / "corpus.jsonl.xz"], tmp_path / "config.json", 1_000_000, (64, 128))
-    return tmp_path / "data"
+    return prepared(tmp_path)
 
 
 def test_training_goes_on_where_it_stopped_and_ends_in_a_model_that_can_be_served(tmp_path: Path, data: Path) -> None:

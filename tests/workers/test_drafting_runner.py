@@ -309,7 +309,6 @@ def test_costs_are_measured_and_leave_nothing(folder: Path, expected: list[list[
     assert (len(forward), len(draft)) == (len(positions), len(rows))
     for times in (forward, draft):
         assert min(times) > 0 and sorted(times) == list(times)
-    assert forward[-1] > 2 * forward[0]
     assert not driver.runner._sampling._tables
     drafter.scripts.clear()
     assert driver.generate_with(PROMPTS[0], NUM_NEW, SAMPLINGS[0]) == expected[0][0]

@@ -401,7 +401,7 @@ def test_memory_of_a_slot_is_what_it_says() -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_judges_as_a_cpu_does() -> None:
-    tables = Tables(5, vocab=50)
+    tables = Tables(5, vocab=30)
     samplings = [mixed(number) for number in range(60)]
     samplings += [SlotSampling(temperature=0.8, seed=number, rejects=True, top_k=20) for number in range(60)]
     walks = [Walk(tables, samplings, 4) for _ in range(2)]
@@ -409,14 +409,14 @@ def test_a_gpu_judges_as_a_cpu_does() -> None:
         walk.step(np.arange(120), everything, 3)
     on_cpu = walks[0].state
     device = torch.device("cuda")
-    sampling = SamplingState(walks[1].tokens.to(device), 50)
+    sampling = SamplingState(walks[1].tokens.to(device), 30)
     sampling.admit([Admission(n, 1, 0, 0, NO_IDS, NO_IDS, one, NO_IDS) for n, one in enumerate(samplings)])
-    on_gpu = DraftState(121, 3, 50, sampling, device)
+    on_gpu = DraftState(121, 3, 30, sampling, device)
     for name in ("_tokens", "_survivals", "_drawn_from"):
         getattr(on_gpu, name).copy_(getattr(on_cpu, name))
     counts = np.arange(120) % 4
     places = np.concatenate([np.arange(2, 3 + count) for count in counts])
-    logits = torch.randn(len(places), 50, generator=torch.Generator().manual_seed(1))
+    logits = torch.randn(len(places), 30, generator=torch.Generator().manual_seed(1))
     wanted = on_cpu.judge(logits, VerifyRows(np.arange(120), counts, torch.from_numpy(places), places))
     found = on_gpu.judge(
         logits.to(device), VerifyRows(np.arange(120), counts, torch.from_numpy(places).to(device), places)

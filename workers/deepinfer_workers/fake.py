@@ -220,7 +220,8 @@ class FakeRunner:
     def _costs(self) -> StepCosts:
         """Every step takes as long as the setting says."""
         step_us = max(1e6 * self._config.fake_step_s, 1.0)
-        return StepCosts(pack_int32([1]), pack_float32([step_us]), pack_int32([1]), pack_float32([0.0]))
+        sizes = pack_int32([1, self._config.max_batch_positions + 1])
+        return StepCosts(sizes, pack_float32([step_us] * 2), pack_int32([1]), pack_float32([0.0]))
 
     def build(self, plan: StepPlan) -> FakeBatch:
         return FakeBatch(plan, list(zip(*split_columns(plan.rows, 4), strict=True)), time.monotonic())
