@@ -22,7 +22,7 @@ from torch import Tensor
 from deepinfer.budget import best_budget
 from deepinfer.costs import CostTable
 from deepinfer_protocol import LogitShaping, SlotSampling, StepCosts, pack_float32, pack_int32
-from deepinfer_workers import acceptance, drafts, sampling_state
+from deepinfer_workers import acceptance, drafts, noise, sampler, sampling_state
 from deepinfer_workers.batch import Admission, Ints
 from deepinfer_workers.drafts import DraftState, VerifyRows, draft_slot_bytes
 from deepinfer_workers.sampling_state import SamplingState
@@ -251,6 +251,28 @@ def test_the_test_of_the_distribution_can_fail(wrong: str) -> None:
     with mock.patch.multiple(drafts, **WRONG[wrong]):
         walks = sampled(tables, everything, 4, 2, count=FEWER, rejects=True, **params)
     assert deviation(walks, target_probabilities(tables, 4, params)) > SURE
+
+
+def test_rejection_uses_no_noise_twice() -> None:
+    """Over a walk that is longer than noise tells places apart."""
+    used: list[tuple[int, int]] = []
+
+    def watched(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def watch(seeds: Tensor, positions: Tensor, *others: int) -> Tensor:
+            used.extend(zip(seeds.tolist(), positions.tolist(), strict=True))
+            return function(seeds, positions, *others)
+
+        return watch
+
+    walk = Walk(Tables(1), [SlotSampling(temperature=1.0, seed=seed, rejects=True) for seed in range(5)], 200)
+    with (
+        mock.patch.object(sampler, "gumbel_noise", watched(noise.gumbel_noise)),
+        mock.patch.object(drafts, "gumbel_noise", watched(noise.gumbel_noise)),
+        mock.patch.object(drafts, "uniform_noise", watched(noise.uniform_noise)),
+    ):
+        walk.run(everything)
+    assert len(used) > 5 * 200
+    assert len(set(used)) == len(used)
 
 
 # ---- a scheduler that looks at what it is about to verify
