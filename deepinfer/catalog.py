@@ -24,7 +24,7 @@ from deepinfer.known_model import (
     packaged_files,
     pull_file,
 )
-from deepinfer.shipped import SHIPPED, ShippedModel, shipped_folder
+from deepinfer.shipped import SHIPPED, ShippedModel, find_shipped, shipped_folder
 
 
 class ResolvedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +86,7 @@ def resolve(
     """
     if (found := _at_path(model)) is not None:
         return found
-    if (shipped := _shipped(model)) is not None:
+    if (shipped := find_shipped(model)) is not None:
         return ResolvedModel(name=shipped.name, path=_folder_of(shipped))
     if is_hub_name(model) and (folder := hub_folder(model, cache_dir)).is_dir():
         return ResolvedModel(name=model, path=folder)
@@ -107,14 +107,14 @@ def pull(
     """See to it that a known model, or `org/name` of a hub, is here, and say where. Raises `ModelError`."""
     if is_hub_name(model):
         return pull_from_hub(model, cache_dir=cache_dir, report=report, on_bytes=on_bytes)
-    if _shipped(model) is None:
+    if find_shipped(model) is None:
         _by_name(model, catalog)  # a path is not pulled
     return resolve(model, cache_dir=cache_dir, report=report, on_bytes=on_bytes, catalog=catalog).path
 
 
 def remove(model: str, *, cache_dir: Path, catalog: tuple[KnownModel, ...] = _CATALOG) -> Path:
     """Delete what was pulled for `model`, and say what that was. Raises `ModelError` when nothing was."""
-    if (shipped := _shipped(model)) is not None:
+    if (shipped := find_shipped(model)) is not None:
         raise ModelError(f"{model}: came with the workers, and goes with them: {_folder_of(shipped)}")
     if is_hub_name(model):
         folder, is_pulled = hub_folder(model, cache_dir), hub_folder(model, cache_dir).is_dir()
@@ -131,13 +131,18 @@ def remove(model: str, *, cache_dir: Path, catalog: tuple[KnownModel, ...] = _CA
 
 
 def list_models(
-    *, cache_dir: Path, local: str = "", catalog: tuple[KnownModel, ...] = _CATALOG
+    *,
+    cache_dir: Path,
+    local: str = "",
+    catalog: tuple[KnownModel, ...] = _CATALOG,
+    shipped: tuple[ShippedModel, ...] = SHIPPED,
 ) -> Iterator[ListedModel]:
-    """Known models, models pulled from a hub, and those in the folder `local` or the cache. Reads no file's content."""
-    for shipped in SHIPPED:
-        if (folder := shipped_folder(shipped)) is not None:
+    """Models that came with the workers, known ones, those pulled from a hub, and those in the folder `local` or the
+    cache. Reads no file's content."""
+    for model in shipped:
+        if (folder := shipped_folder(model)) is not None:
             size = _size_bytes(folder)
-            yield ListedModel(name=shipped.name, size_bytes=size, state="shipped", path=folder, summary=shipped.summary)
+            yield ListedModel(name=model.name, size_bytes=size, state="shipped", path=folder, summary=model.summary)
     for known in catalog:
         state, path = _where(known, cache_dir)
         size = known.size_bytes
@@ -191,10 +196,6 @@ def _at_path(model: str) -> ResolvedModel | None:
     if not os.path.isfile(text):
         raise ModelFileError(model, "no such file")
     return ResolvedModel(name=Path(text).stem, path=Path(text).absolute())
-
-
-def _shipped(model: str) -> ShippedModel | None:
-    return next((shipped for shipped in SHIPPED if model in (shipped.name, *shipped.aliases)), None)
 
 
 def _folder_of(shipped: ShippedModel) -> Path:

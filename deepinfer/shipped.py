@@ -25,10 +25,15 @@ SHIPPED: Final = (
     ShippedModel(
         name="v41-nano",
         aliases=("V4.1-Nano", "v4.1-nano"),
-        summary="12M parameters with every part of DeepSeek-V4.1-Flash, in its formats; simple English on any CPU",
+        summary="23M parameters, every part of DeepSeek-V4.1-Flash in its formats; simple English on any CPU",
         license="Apache-2.0",
     ),
 )
+
+
+def find_shipped(name: str) -> ShippedModel | None:
+    """By its name or another that it goes by."""
+    return next((shipped for shipped in SHIPPED if name in (shipped.name, *shipped.aliases)), None)
 
 
 def shipped_folder(shipped: ShippedModel) -> Path | None:

@@ -4,7 +4,7 @@
     uvicorn --app-dir examples fastapi_app:app
     curl -N 'http://127.0.0.1:8000/stream?prompt=What+is+the+sea%3F'
 
-`DEEPINFER_HF_MODEL_DIR=DIR` serves the model folder DIR instead of the small one that is fetched by name.
+`DEEPINFER_HF_MODEL_DIR=DIR` serves the model folder DIR instead of v41-nano, which came with the workers.
 
 Written with Starlette, which FastAPI is made of: `FastAPI(lifespan=lifespan)` and `@app.get("/stream")` take the same
 two functions as they are.
@@ -27,7 +27,7 @@ from deepinfer import Engine, InvalidRequest, Overloaded, SamplingParams, TokenS
 
 @asynccontextmanager
 async def lifespan(app: Starlette) -> AsyncIterator[None]:
-    async with Engine(os.environ.get("DEEPINFER_HF_MODEL_DIR") or "smollm2-135m") as engine:
+    async with Engine(os.environ.get("DEEPINFER_HF_MODEL_DIR") or "v41-nano") as engine:
         app.state.engine = engine
         yield
 

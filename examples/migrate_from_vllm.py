@@ -13,7 +13,7 @@ import sys
 
 from deepinfer import SamplingParams, SyncEngine
 
-MODEL = sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m"
+MODEL = sys.argv[1] if len(sys.argv) > 1 else "v41-nano"
 PROMPTS = ["The capital of France is", "Once upon a time, in a small village by the sea,"]
 
 

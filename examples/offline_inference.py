@@ -34,7 +34,7 @@ async def answer(model: str, prompts: list[str], max_tokens: int, thinking: bool
     engine = await Engine.start(model, on_progress=say)
     try:
         say(f"ready after {time.perf_counter() - started_s:.1f} s")
-        params = SamplingParams(temperature=0.6, top_p=0.95, seq_seed=1, max_tokens=max_tokens)
+        params = SamplingParams(temperature=0, max_tokens=max_tokens)
         started_s = time.perf_counter()
         chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
         completions = await engine.generate_many(chats, params, thinking=thinking)

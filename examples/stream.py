@@ -2,7 +2,7 @@
 
     python examples/stream.py [--model NAME_OR_PATH] [PROMPT]
 
-`DEEPINFER_HF_MODEL_DIR=DIR` serves the model folder DIR instead of the small one that is fetched by name.
+`DEEPINFER_HF_MODEL_DIR=DIR` serves the model folder DIR instead of v41-nano, which came with the workers.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import argparse
 import asyncio
 import os
 
-from deepinfer import Engine, SamplingParams
+from deepinfer import Engine
 
 
 async def stream(model: str, prompt: str) -> None:
     async with Engine(model) as engine:
-        async for tok in engine.stream(prompt, SamplingParams(max_tokens=32)):
+        async for tok in engine.stream(messages=[{"role": "user", "content": prompt}]):
             print(tok.text, end="", flush=True)
     print()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("prompt", nargs="?", default="The capital of France is", metavar="PROMPT")
-    parser.add_argument("--model", default=os.environ.get("DEEPINFER_HF_MODEL_DIR") or "smollm2-135m")
+    parser.add_argument("prompt", nargs="?", default="Tell me a short story about a lost dog.", metavar="PROMPT")
+    parser.add_argument("--model", default=os.environ.get("DEEPINFER_HF_MODEL_DIR") or "v41-nano")
     arguments = parser.parse_args()
     asyncio.run(stream(arguments.model, arguments.prompt))
 

@@ -3,7 +3,7 @@
     python examples/sync_script.py [--model NAME_OR_PATH] [QUESTION ...]
 
 Ctrl-C ends the answer, then the engine, and leaves no process behind. `DEEPINFER_HF_MODEL_DIR=DIR` serves the model
-folder DIR instead of the small one that is fetched by name.
+folder DIR instead of v41-nano, which came with the workers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def answer(model: str, questions: list[str]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("questions", nargs="*", default=QUESTIONS, metavar="QUESTION")
-    parser.add_argument("--model", default=os.environ.get("DEEPINFER_HF_MODEL_DIR") or "smollm2-135m")
+    parser.add_argument("--model", default=os.environ.get("DEEPINFER_HF_MODEL_DIR") or "v41-nano")
     arguments = parser.parse_args()
     try:
         answer(arguments.model, arguments.questions)

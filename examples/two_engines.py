@@ -3,7 +3,7 @@
     python examples/two_engines.py [--model NAME_OR_PATH] [--bulk-model NAME_OR_PATH]
 
 Each has a worker, a queue and memory of its own, so the answer never queues behind the work, and closing one leaves the
-other alone. `DEEPINFER_HF_MODEL_DIR=DIR` serves the model folder DIR instead of the small one that is fetched by name.
+other alone. `DEEPINFER_HF_MODEL_DIR=DIR` serves the model folder DIR instead of v41-nano, which came with the workers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ async def describe(bulk: Engine) -> list[Completion]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=os.environ.get("DEEPINFER_HF_MODEL_DIR") or "smollm2-135m")
+    parser.add_argument("--model", default=os.environ.get("DEEPINFER_HF_MODEL_DIR") or "v41-nano")
     parser.add_argument("--bulk-model", help="the same if not given")
     arguments = parser.parse_args()
     asyncio.run(serve(arguments.model, arguments.bulk_model or arguments.model))

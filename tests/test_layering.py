@@ -63,7 +63,7 @@ LAYERS: Final = {
     # Training is beside the engine, and shares the formats of checkpoints with the workers.
     "examples.train_nano": Layer(
         "examples/train_nano",
-        frozenset({"deepinfer", "deepinfer_kernels", "deepinfer_workers", "examples"}),
+        frozenset({"deepinfer", "deepinfer_kernels", "deepinfer_protocol", "deepinfer_workers", "examples"}),
         frozenset({"numpy", "tokenizers", "torch"}),
     ),
 }

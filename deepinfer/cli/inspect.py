@@ -15,24 +15,32 @@ from rich.table import Table
 
 from deepinfer.cli.common import in_words
 from deepinfer.inspection import Inspection, RankMemory, inspect_model
+from deepinfer.shipped import find_shipped, shipped_folder
 
 _FILES = {"none": "a config alone", "match": "files match the config", "differ": "files do not match the config"}
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(metavar="DIR", help="A folder with config.json, or such a file.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A folder with config.json, such a file, or a model that was shipped.")
+    ],
     ep: Annotated[int, typer.Option(help="Ranks that hold the routed experts together.")] = 1,
     dp: Annotated[int, typer.Option(help="Groups of ranks that serve requests of their own.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Tensors and bytes of a DeepSeek checkpoint, or of one that a config describes, and the memory of every rank."""
     with in_words("inspect"):
-        found = inspect_model(path, num_ep=ep, num_dp=dp)
+        found = inspect_model(_place(path), num_ep=ep, num_dp=dp)
         if as_json:
             typer.echo(msgspec.json.encode(found).decode())
         else:
             _show(found, Console())
         found.check()
+
+
+def _place(path: Path) -> Path:
+    shipped = None if path.exists() else find_shipped(str(path))
+    return path if shipped is None else shipped_folder(shipped) or path
 
 
 def _show(found: Inspection, console: Console) -> None:

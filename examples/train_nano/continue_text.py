@@ -20,8 +20,8 @@ import numpy as np
 
 from deepinfer import Engine, SamplingParams
 from examples.train_nano.chat import UNLEARNT, Ids, TextEncoder
-from examples.train_nano.evaluate import documents_of
 from examples.train_nano.figures import Figures
+from examples.train_nano.held_out import documents_of
 from examples.train_nano.packing import RowPacker
 
 _COOLEST, _HOTTEST = 0.6, 1.0

@@ -1,9 +1,10 @@
-"""Held-out loss by the training model and by the engine, on the same documents, and a few sampled answers.
+"""The figures of a trained model, as JSON: held-out loss, answers, what drafts bring, and what truncation changes.
 
-    python -m examples.train_nano.evaluate DATA CHECKPOINT SERVED [--documents N] [--samples N] [--json FILE]
+    python -m examples.train_nano.evaluate DATA CHECKPOINT SERVED [--drafts CHECKPOINT ...] [--json FILE]
 
-CHECKPOINT holds what `train` wrote, SERVED what `export` made of it. The two losses differ by what rounding does to
-sums: in training whole documents are computed at once, in the engine step by step.
+CHECKPOINT holds what `train` wrote, SERVED what `export` made of it, `--drafts` what `train_drafts` wrote. All but one
+loss is the engine's doing. The two losses differ by what rounding does to sums: in training whole documents are
+computed at once, in the engine step by step. A number of 0 leaves its part out.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import asyncio
 import json
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,64 +21,109 @@ import numpy as np
 import torch
 
 from deepinfer import Engine, SamplingParams
+from examples.train_nano import agreement, drafting
+from examples.train_nano.chat import TextEncoder
 from examples.train_nano.figures import Figures
+from examples.train_nano.held_out import Ids, as_prompts, conversations, first_questions, held_out
 from examples.train_nano.layers import Switches
 from examples.train_nano.model import Model
 from examples.train_nano.packed import UNLEARNT, Packer
 from examples.train_nano.packing import RowPacker
-from examples.train_nano.parameters import Weights
-from examples.train_nano.rows import Mixture
+from examples.train_nano.parameters import Weights, draft_parameters, parameters
 from examples.train_nano.tensor_parts import read_parts
 
-Ids = list[int]
 _TOKENS_AT_ONCE = 4096
 _MOST_TOKENS = 300
 """Of a sampled answer."""
+_DRAFTED_TOKENS = 128
+"""Of an answer that is drafted."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("data", "checkpoint", "served"):
         parser.add_argument(name, type=Path)
-    parser.add_argument("--documents", type=int, default=100)
-    parser.add_argument("--samples", type=int, default=12)
+    add_options(parser)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    documents = held_out(arguments.data, arguments.documents)
-    loss = trained_loss(arguments.data, read_parts(arguments.checkpoint, "model"), documents)
-    prompts = held_out_prompts(arguments.data, arguments.samples)
-    report = {"trained_loss": loss} | asyncio.run(served(arguments.served, documents, prompts, _MOST_TOKENS))
-    for answer in report["samples"]:
-        print(f"\n> {answer['prompt']}\n{answer['text']}")
-    print(f"\nheld-out loss of {len(documents)} documents, nats per token of answers: ", end="")
-    print(f"{report['trained_loss']:.4f} trained, {report['served_loss']:.4f} served")
+    report = evaluate(arguments)
+    show(report)
     if arguments.json:
-        arguments.json.write_text(json.dumps(report, ensure_ascii=False, indent=1), encoding="utf-8")
+        write(report, arguments.json)
 
 
-def held_out(data: Path, most: int) -> list[Ids]:
-    """Documents of the test rows, single turns and conversations in turn, with their marks of what is not learnt."""
-    figures = Figures.of_file(data / "config.json")
-    mixture = Mixture(data, "test", 1 << 20, torch.device("cpu"))
-    kinds: list[list[Ids]] = [[], []]
-    for part in mixture.in_order():
-        for row in part.tolist():
-            kinds[part.shape[1] == mixture.lengths[1]] += documents_of(row, figures)
-    mixed = [document for pair in zip(*kinds, strict=False) for document in pair]
-    return (mixed + kinds[0][len(kinds[1]) :])[:most]
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--drafts", type=Path, nargs="*", default=[], help="in the order of their training")
+    parser.add_argument("--documents", type=int, default=100, help="to compute the loss of")
+    parser.add_argument("--samples", type=int, default=12, help="of answers, as they come")
+    parser.add_argument("--questions", type=int, default=60, help="to answer with drafts")
+    parser.add_argument("--prompts", type=int, default=500, help="whose next token truncation may change")
+    parser.add_argument("--cuts", type=int, default=200, help="the same of prompts that end anywhere")
 
 
-def documents_of(row: Ids, figures: Figures) -> list[Ids]:
-    """A row's documents without their padding."""
-    starts = [place for place, token in enumerate(row) if token % UNLEARNT == figures.bos]
-    parts = [row[start:end] for start, end in zip(starts, [*starts[1:], len(row)], strict=True)]
-    return [[token for token in part if token % UNLEARNT != figures.pad] for part in parts]
+def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
+    data, served_folder = arguments.data, arguments.served
+    report: dict[str, Any] = {"model": size(served_folder)}
+    report["training"] = {
+        "model": last_line(arguments.checkpoint / "log.jsonl"),
+        "drafts": [last_line(folder / "log.jsonl") for folder in arguments.drafts],
+    }
+    documents = held_out(data, arguments.documents)
+    questions = first_questions(data, max(arguments.samples, arguments.questions))
+    answered = asyncio.run(served(served_folder, documents, questions[: arguments.samples], _MOST_TOKENS))
+    if documents:
+        loss = trained_loss(data, read_parts(arguments.checkpoint, "model"), documents)
+        report["loss"] = {"documents": len(documents), "trained": loss, "served": answered["served_loss"]}
+    if arguments.questions and report["model"]["longest_draft"]:
+        asked = questions[: arguments.questions]
+        for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+            measured = drafting.measure(served_folder, asked, _DRAFTED_TOKENS, temperature)
+            report.setdefault("drafts", {})[name] = asyncio.run(measured)
+    if arguments.prompts or arguments.cuts:
+        talks = conversations(data)
+        end_of_prompt = TextEncoder(data / "tokenizer.json").chat.end_of_thinking
+        kinds = {
+            "prompts": agreement.prompts(talks, end_of_prompt, arguments.prompts),
+            "cuts": agreement.cuts(talks, end_of_prompt, arguments.cuts),
+        }
+        report["agreement"] = asyncio.run(agreement.measure(served_folder, talks, kinds))
+    if arguments.samples:
+        report["samples"] = answered["samples"]
+    return report
 
 
-def held_out_prompts(data: Path, most: int) -> list[str]:
-    """The first question of each held-out conversation."""
-    lines = (data / "test_conversations.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["messages"][0]["content"] for line in lines[:most]]
+def show(report: dict[str, Any]) -> None:
+    for answer in report.get("samples", []):
+        print(f"\n> {answer['prompt']}\n{answer['text']}")
+    for name, part in report.items():
+        if name != "samples":
+            print(f"\n{name}: {json.dumps(part)}")
+
+
+def write(report: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(report, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+
+
+def size(served_folder: Path) -> dict[str, Any]:
+    """What is trained, and what is stored."""
+    figures = Figures.of_file(served_folder / "config.json")
+    stages = draft_parameters(figures) if figures.drafts is not None else {}
+    numbers = [sum(prod(one.shape) for one in part.values()) for part in (parameters(figures), stages)]
+    return {
+        "parameters": numbers[0],
+        "draft_parameters": numbers[1],
+        "longest_draft": figures.drafts.block_size if figures.drafts is not None else 0,
+        "bytes": sum(file.stat().st_size for file in served_folder.glob("*.safetensors")),
+    }
+
+
+def last_line(log: Path) -> dict[str, Any]:
+    """What a training says of itself at its end: the last step, and, where there is one, the word on held-out rows."""
+    if not log.is_file():
+        return {}
+    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    steps = [line for line in lines if "rate" in line]
+    return (steps[-1] if steps else {}) | (lines[-1] if lines else {})
 
 
 @torch.no_grad()
@@ -104,8 +151,7 @@ async def served(folder: Path, documents: Sequence[Ids], prompts: Sequence[str],
     """The loss, and answers of at most `most` tokens, by the engine."""
     async with Engine(folder) as engine:
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-        plain = [[token % UNLEARNT for token in document] for document in documents]
-        read = await engine.generate_many(plain, params, progress=False)
+        read = await engine.generate_many(as_prompts(documents), params, progress=False)
         sampling = SamplingParams(temperature=0.6, top_p=0.95, max_tokens=most, seq_seed=1)
         chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
         answers = await engine.generate_many(chats, sampling, thinking=False, progress=False)

@@ -71,11 +71,16 @@ def test_local_models_are_listed(tmp_path: Path) -> None:
     (cache / "mine/config.json").write_text("{}")
     (cache / "plain.gguf").write_bytes(b"GGUF")
     (tmp_path / "models/theirs/config.json").write_text("{}")
-    one = [model.name for model in list_models(cache_dir=cache, local=str(tmp_path / "models"), catalog=())]
+    one = [model.name for model in list_models(cache_dir=cache, local=str(tmp_path / "models"), catalog=(), shipped=())]
     assert one == [str(tmp_path / "models/theirs"), str(cache / "mine"), str(cache / "plain.gguf")]
-    two = [model.name for model in list_models(cache_dir=cache, local=str(tmp_path / "models/theirs"), catalog=())]
+    two = [
+        model.name
+        for model in list_models(cache_dir=cache, local=str(tmp_path / "models/theirs"), catalog=(), shipped=())
+    ]
     assert two[0] == str(tmp_path / "models/theirs") and len(two) == 3
-    gone = [model.name for model in list_models(cache_dir=cache, local=os.fspath(tmp_path / "gone"), catalog=())]
+    gone = [
+        model.name for model in list_models(cache_dir=cache, local=os.fspath(tmp_path / "gone"), catalog=(), shipped=())
+    ]
     assert gone == [str(cache / "mine"), str(cache / "plain.gguf")]
     shown = run_command("models", DEEPINFER_CACHE_DIR=str(cache), DEEPINFER_HF_MODEL_DIR=str(tmp_path / "models"))
     assert "theirs" in shown.stdout and "plain.gguf" in shown.stdout and "smollm2-135m" in shown.stdout

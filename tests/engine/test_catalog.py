@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from deepinfer.catalog import default_cache_dir, known_models, resolve
+from deepinfer.catalog import default_cache_dir, known_models, list_models, pull, remove, resolve
 from deepinfer.errors import ModelError, ModelFileError, UnknownModel
 from deepinfer.known_model import KnownModel
 
@@ -103,6 +103,27 @@ def test_a_missing_gguf_and_a_file_of_another_kind_name_the_file(tmp_path: Path)
 # Names
 
 
+@pytest.mark.parametrize("name", ["v41-nano", "V4.1-Nano"])
+def test_a_shipped_model_is_here_without_a_pull(name: str, tmp_path: Path) -> None:
+    cache = tmp_path / "none"
+    found = resolve(name, cache_dir=cache, report=pytest.fail)
+    assert found.name == "v41-nano" and (found.path / "config.json").is_file()
+    assert pull(name, cache_dir=cache, report=pytest.fail) == found.path
+    listed = next(iter(list_models(cache_dir=cache)))
+    assert (listed.name, listed.state, listed.path) == ("v41-nano", "shipped", found.path)
+    assert 20e6 < listed.size_bytes < 25e6
+    with pytest.raises(ModelError, match="came with the workers"):
+        remove(name, cache_dir=cache)
+    assert not cache.exists() and "deepinfer_workers" not in sys.modules
+
+
+def test_a_shipped_model_that_was_left_out_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
+    assert [model.name for model in list_models(cache_dir=tmp_path, catalog=())] == []
+    with pytest.raises(ModelError, match="v41-nano: comes with the workers, which are not installed here whole"):
+        resolve("v41-nano", cache_dir=tmp_path)
+
+
 @pytest.mark.parametrize(
     "name",
     ["", "tinyy", "org/model", "a\0b", "x" * 5000, "~nobody-here/x"],
@@ -156,9 +177,9 @@ def test_two_processes_pull_the_same_model_at_once(index: Path, tmp_path: Path) 
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    for pull in pulls:
-        out, err = pull.communicate(timeout=60)
-        assert (pull.returncode, out.strip()) == (0, str(tmp_path / "tiny/tiny.gguf")), err
+    for process in pulls:
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, out.strip()) == (0, str(tmp_path / "tiny/tiny.gguf")), err
     assert leftovers(tmp_path) == ["tiny.gguf", "tiny.gguf.checked"]
 
 

@@ -71,7 +71,7 @@ def test_a_pulled_model_has_its_name_everywhere(tmp_path: Path) -> None:
     folder = fetch(Shelf(), tmp_path)
     found = resolve(REPO, cache_dir=tmp_path)
     assert (found.name, found.path) == (REPO, folder) == (REPO, hub_folder(REPO, tmp_path))
-    (listed,) = list_models(cache_dir=tmp_path, catalog=())
+    (listed,) = list_models(cache_dir=tmp_path, catalog=(), shipped=())
     assert (listed.name, listed.state, listed.path) == (REPO, "pulled", folder)
     assert listed.size_bytes == sum(len(FILES[name]) for name in WANTED)
     assert remove(REPO, cache_dir=tmp_path) == folder and not folder.exists()
@@ -111,7 +111,7 @@ def test_a_pull_that_breaks_off_leaves_no_model(tmp_path: Path) -> None:
     del shelf.content["tokenizer.json"]
     with pytest.raises(ModelError, match=r"org/tiny-model: tokenizer\.json could not be fetched: the line is down"):
         fetch(shelf, tmp_path)
-    assert list(list_models(cache_dir=tmp_path, catalog=())) == []
+    assert list(list_models(cache_dir=tmp_path, catalog=(), shipped=())) == []
     with pytest.raises(UnknownModel, match="deepinfer models pull org/tiny-model"):
         resolve(REPO, cache_dir=tmp_path)
 

@@ -18,9 +18,10 @@ from deepinfer_workers.models.deepseek.engram_hash import compressed_vocabulary
 from doubles.deepseek_probe import Probe
 from examples.train_nano.calls import Plan, Progress, run
 from examples.train_nano.chat import UNLEARNT, TextEncoder, Turn
-from examples.train_nano.evaluate import held_out, served, trained_loss
+from examples.train_nano.evaluate import served, trained_loss
 from examples.train_nano.export import export, released
 from examples.train_nano.figures import Figures
+from examples.train_nano.held_out import held_out
 from examples.train_nano.layers import Switches
 from examples.train_nano.model import Model
 from examples.train_nano.packed import Packer
