@@ -5,9 +5,9 @@ A target and a drafter that are tables of logits by the token before; thousands 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any, Final
 from unittest import mock
 
@@ -16,17 +16,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from torch import Tensor
 
 from deepinfer.budget import best_budget
 from deepinfer.costs import CostTable
 from deepinfer_protocol import LogitShaping, SlotSampling, StepCosts, pack_float32, pack_int32
-from deepinfer_workers import acceptance, drafts, sampling_state
+from deepinfer_workers import acceptance, drafts, noise, sampler, sampling_state
 from deepinfer_workers.batch import Admission, Ints
 from deepinfer_workers.drafts import DraftState, VerifyRows, draft_slot_bytes
 from deepinfer_workers.sampling_state import SamplingState
+from doubles.waiting import NoWaiting
 
-VOCAB: Final = 4
+VOCAB: Final = 5
+WINDOW: Final = 4
+"""Tokens whose joint distribution is looked at."""
 NUM_SAMPLES: Final = 200_000
 FEWER: Final = 40_000
 AT_ONCE: Final = 20_000
@@ -50,14 +54,22 @@ class Tables:
 
     block_size = 3
 
-    def __init__(self, seed: int, vocab: int = VOCAB, spread: float = 1.5) -> None:
+    def __init__(self, seed: int, vocab: int = VOCAB, block_size: int = 3, spread: float = 1.5) -> None:
+        self.block_size = block_size
         generator = torch.Generator().manual_seed(seed)
         self.target = torch.randn(vocab, vocab, generator=generator) * spread
         self.draft = self.target + torch.randn(vocab, vocab, generator=generator)
         self.sureness = torch.rand(vocab, generator=generator)
 
+    def to(self, device: torch.device) -> Tables:
+        """These very tables, on the device."""
+        tables = copy(self)
+        for name in ("target", "draft", "sureness"):
+            setattr(tables, name, getattr(self, name).to(device))
+        return tables
+
     def hidden(self, slots: Ints, positions: Tensor, tokens: Tensor) -> Tensor:
-        places = torch.arange(self.block_size, dtype=torch.float32)
+        places = torch.arange(self.block_size, dtype=torch.float32, device=positions.device)
         return places[None, :, None].expand(len(slots), -1, 1)
 
     def logits(self, hidden: Tensor, previous: Tensor) -> Tensor:
@@ -65,6 +77,13 @@ class Tables:
 
     def confidences(self, hidden: Tensor, previous: Tensor) -> Tensor:
         return self.sureness[previous]
+
+
+def admissions(samplings: list[SlotSampling]) -> list[Admission]:
+    return [
+        Admission(slot, 1, 0, 0, NO_IDS, NO_IDS, one, np.frombuffer(one.stop_ids, "<i4").astype(np.int64))
+        for slot, one in enumerate(samplings)
+    ]
 
 
 class Walk:
@@ -76,12 +95,7 @@ class Walk:
         width = num_tokens + tables.block_size + 2
         self.tokens = torch.zeros(num_slots + 1, width, dtype=torch.int32)
         self.sampling = SamplingState(self.tokens, vocab)
-        self.sampling.admit(
-            [
-                Admission(slot, 1, 0, 0, NO_IDS, NO_IDS, one, np.frombuffer(one.stop_ids, "<i4").astype(np.int64))
-                for slot, one in enumerate(samplings)
-            ]
-        )
+        self.sampling.admit(admissions(samplings))
         self.state = DraftState(num_slots + 1, tables.block_size, vocab, self.sampling, torch.device("cpu"))
         self.anchors = np.zeros(num_slots, np.int64)
         self.has_drafts = False
@@ -106,7 +120,7 @@ class Walk:
             self.tokens[slots[owners[is_draft]], places[is_draft]] = drafted
         before = self.tokens[slots[owners], places - 1].long()
         verdict = self.state.judge(
-            self.tables.target[before], VerifyRows(slots, counts, torch.from_numpy(places), places)
+            self.tables.target[before], VerifyRows(slots, counts, torch.from_numpy(places), places + 1)
         )
         self.tokens[slots[owners], places] = verdict.tokens.to(torch.int32)
         self.anchors[slots] += verdict.num_tokens.numpy()
@@ -146,16 +160,13 @@ def sampled(
     return torch.cat(parts)
 
 
-def target_probabilities(tables: Tables, num_tokens: int, params: dict[str, Any]) -> Tensor:
-    """Of every sequence of so many tokens, by the definition of the parameters."""
+def target_probabilities(tables: Tables, num_tokens: int, params: dict[str, Any], num_before: int = 0) -> Tensor:
+    """Of every sequence of so many tokens behind the first `num_before`, by the definition of the parameters."""
     table = torch.stack([_filtered(row, params) for row in tables.target.double()])
-    vocab = len(table)
-    return torch.stack(
-        [
-            torch.stack([table[a, b] for a, b in itertools.pairwise((0, *walk))]).prod()
-            for walk in itertools.product(range(vocab), repeat=num_tokens)
-        ]
-    )
+    found = table.matrix_power(num_before)[0] @ table  # of the first, [V]
+    for _ in range(num_tokens - 1):
+        found = (found.view(-1, len(table), 1) * table).flatten()
+    return found
 
 
 def _filtered(logits: Tensor, params: dict[str, Any]) -> Tensor:
@@ -182,20 +193,25 @@ def deviation(walks: Tensor, probabilities: Tensor, vocab: int = VOCAB) -> float
     return float(((chi / freedom) ** (1 / 3) - (1 - spread)) / spread**0.5)
 
 
-CASES: Final = [
-    ({"temperature": 1.0}, half, 3, NUM_SAMPLES),
-    ({"temperature": 0.7, "top_p": 0.8}, everything, 3, FEWER),
-    ({"temperature": 1.3, "top_k": 3, "min_p": 0.1}, half, 2, FEWER),
+CASES: Final[list[tuple[dict[str, Any], Lengths, int]]] = [
+    ({"temperature": 1.0}, everything, 5),
+    ({"temperature": 1.0}, half, 5),
+    ({"temperature": 0.7, "top_p": 0.8}, everything, 3),
+    ({"temperature": 1.3, "top_k": 3, "min_p": 0.1}, half, 2),
 ]
 
 
 @pytest.mark.parametrize("rejects", [True, False], ids=["reject", "match"])
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_tokens_are_distributed_as_the_target_says(rejects: bool, case: int) -> None:
-    params, lengths, num_drafts, count = CASES[case]
-    tables = Tables(case)
-    walks = sampled(tables, lengths, 3, num_drafts, count=count, rejects=rejects, **params)
-    assert deviation(walks, target_probabilities(tables, 3, params)) < FAIR
+    """The first tokens of a walk together, and the last: those that a whole block may reach, and the one behind it."""
+    params, lengths, num_drafts = CASES[case]
+    tables = Tables(case, block_size=num_drafts)
+    num_tokens = max(num_drafts + 2, WINDOW)  # the first step has no drafts
+    walks = sampled(tables, lengths, num_tokens, num_drafts, rejects=rejects, **params)
+    for num_before in {0, num_tokens - WINDOW}:
+        wanted = target_probabilities(tables, WINDOW, params, num_before)
+        assert deviation(walks[:, num_before : num_before + WINDOW], wanted) < FAIR
 
 
 def _accept_too_much(
@@ -235,6 +251,28 @@ def test_the_test_of_the_distribution_can_fail(wrong: str) -> None:
     with mock.patch.multiple(drafts, **WRONG[wrong]):
         walks = sampled(tables, everything, 4, 2, count=FEWER, rejects=True, **params)
     assert deviation(walks, target_probabilities(tables, 4, params)) > SURE
+
+
+def test_rejection_uses_no_noise_twice() -> None:
+    """Over a walk that is longer than noise tells places apart."""
+    used: list[tuple[int, int]] = []
+
+    def watched(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def watch(seeds: Tensor, positions: Tensor, *others: int) -> Tensor:
+            used.extend(zip(seeds.tolist(), positions.tolist(), strict=True))
+            return function(seeds, positions, *others)
+
+        return watch
+
+    walk = Walk(Tables(1), [SlotSampling(temperature=1.0, seed=seed, rejects=True) for seed in range(5)], 200)
+    with (
+        mock.patch.object(sampler, "gumbel_noise", watched(noise.gumbel_noise)),
+        mock.patch.object(drafts, "gumbel_noise", watched(noise.gumbel_noise)),
+        mock.patch.object(drafts, "uniform_noise", watched(noise.uniform_noise)),
+    ):
+        walk.run(everything)
+    assert len(used) > 5 * 200
+    assert len(set(used)) == len(used)
 
 
 # ---- a scheduler that looks at what it is about to verify
@@ -393,6 +431,94 @@ def test_the_budget_goes_to_the_likeliest_and_equals_to_earlier_places_and_rows(
         assert walk.state.lengths(slots, most, budget).tolist() == wanted
 
 
+def test_a_survival_that_is_no_number_takes_nothing_from_other_rows() -> None:
+    walk = Walk(Tables(1), [SlotSampling() for _ in range(3)], 4)
+    nan = float("nan")
+    walk.state._survivals[:3] = torch.tensor([[0.9, nan, nan], [0.5, 0.4, 0.3], [0.2, 0.1, 0.0]])
+    slots, most = np.arange(3), np.array([3, 2, 0])
+    for budget, wanted in ((1, [1, 0, 0]), (3, [1, 2, 0]), (4, [2, 2, 0]), (99, [3, 2, 0])):
+        assert walk.state.lengths(slots, most, budget).tolist() == wanted
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 1 << 30), st.integers(1, 9), st.integers(1, 6), st.integers(0, 60))
+def test_a_budget_is_spent_on_prefixes_and_within_limits(seed: int, num_rows: int, longest: int, budget: int) -> None:
+    rng = np.random.default_rng(seed)
+    walk = Walk(Tables(1, block_size=longest), [SlotSampling() for _ in range(num_rows)], 2)
+    survivals = (rng.integers(1, 4, (num_rows, longest)) / 4).cumprod(1)  # with many equals
+    walk.state._survivals[:num_rows] = torch.from_numpy(survivals)
+    most = rng.integers(0, longest + 1, num_rows)
+    entries = [(-survivals[row, place], place, row) for row in range(num_rows) for place in range(most[row])]
+    chosen = [row for _, _, row in sorted(entries)[:budget]]
+    assert (
+        walk.state.lengths(np.arange(num_rows), most, budget).tolist()
+        == np.bincount(chosen, minlength=num_rows).tolist()
+    )
+
+
+@pytest.mark.parametrize("rejects", [True, False])
+def test_drafts_of_the_target_itself_are_accepted(rejects: bool) -> None:
+    """So drafts are filtered, biased and drawn as the target's tokens are; only the last of a block can be refused."""
+    tables = Tables(4)
+    tables.draft = tables.target
+    fixed = [one for one in map(mixed, range(300)) if one.shaping is None or not _is_moved(one.shaping)]
+    samplings = [structs.replace(one, rejects=rejects, min_length=0) for one in fixed]
+    walk, slots = Walk(tables, samplings, 9), np.arange(len(samplings))
+    assert len({one.shaping for one in samplings}) > 2
+    for num_steps in range(3):
+        walk.step(slots, everything, 3)
+        assert (walk.anchors == 1 + 4 * num_steps).all()
+
+
+def _is_moved(shaping: LogitShaping) -> bool:
+    """By what was said: drafts do without that."""
+    penalties = shaping.repetition_penalty, shaping.presence_penalty, shaping.frequency_penalty
+    return penalties != (1.0, 0.0, 0.0) or bool(shaping.bad_words)
+
+
+def kinds() -> list[SlotSampling]:
+    """Slots of every kind, in one batch."""
+    rejecting = [
+        SlotSampling(temperature=0.8, seed=number, rejects=True, top_k=number % 3, top_p=(1.0, 0.9)[number % 2])
+        for number in range(60)
+    ]
+    return [*map(mixed, range(60)), *rejecting]
+
+
+class OneStep:
+    """Of slots of every kind: new drafts, of which 0 to 3 are judged. All that it takes is on the device before."""
+
+    def __init__(self, device: torch.device) -> None:
+        samplings = kinds()
+        self.slots = np.arange(len(samplings))
+        self.counts = self.slots % 4
+        self.tables = Tables(5).to(device)
+        starts = self.slots % 3 + 1
+        places = np.concatenate([start + 1 + np.arange(1 + self.counts[row]) for row, start in enumerate(starts)])
+        generator = torch.Generator().manual_seed(1)
+        self.logits = torch.randn(len(places), VOCAB, generator=generator).to(device)
+        held = torch.randint(0, VOCAB, (len(samplings) + 1, 9), generator=generator, dtype=torch.int32).to(device)
+        self.anchors, self.newest = torch.from_numpy(starts).to(device), held[self.slots, starts].long()
+        self.rows = VerifyRows(self.slots, self.counts, torch.from_numpy(places).to(device), places)
+        sampling = SamplingState(held, VOCAB)
+        sampling.admit(admissions(samplings))
+        self.state = DraftState(len(samplings) + 1, 3, VOCAB, sampling, device)
+
+    def run(self) -> tuple[Tensor, Tensor, drafts.Verdict]:
+        survivals = self.state.propose(self.tables, self.slots, self.anchors, self.newest, 3)
+        predicted = self.state.predicted(self.slots, self.counts)
+        self.state.tokens(self.slots, self.counts)
+        return survivals, predicted, self.state.judge(self.logits, self.rows)
+
+
+def test_drafts_and_their_verdict_wait_for_no_device() -> None:
+    """On a CPU, with a vocabulary so small that it takes the way of every device."""
+    step = OneStep(torch.device("cpu"))
+    with NoWaiting():  # type: ignore[no-untyped-call]
+        _, _, verdict = step.run()
+    assert set(verdict.num_tokens.tolist()) == {1, 2, 3, 4}
+
+
 def test_memory_of_a_slot_is_what_it_says() -> None:
     state = Walk(Tables(1), [SlotSampling()], 2).state
     held = [value for value in vars(state).values() if isinstance(value, Tensor)]
@@ -400,28 +526,20 @@ def test_memory_of_a_slot_is_what_it_says() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_judges_as_a_cpu_does() -> None:
-    tables = Tables(5, vocab=30)
-    samplings = [mixed(number) for number in range(60)]
-    samplings += [SlotSampling(temperature=0.8, seed=number, rejects=True, top_k=20) for number in range(60)]
-    walks = [Walk(tables, samplings, 4) for _ in range(2)]
-    for walk in walks:
-        walk.step(np.arange(120), everything, 3)
-    on_cpu = walks[0].state
-    device = torch.device("cuda")
-    sampling = SamplingState(walks[1].tokens.to(device), 30)
-    sampling.admit([Admission(n, 1, 0, 0, NO_IDS, NO_IDS, one, NO_IDS) for n, one in enumerate(samplings)])
-    on_gpu = DraftState(121, 3, 30, sampling, device)
-    for name in ("_tokens", "_survivals", "_drawn_from"):
-        getattr(on_gpu, name).copy_(getattr(on_cpu, name))
-    counts = np.arange(120) % 4
-    places = np.concatenate([np.arange(2, 3 + count) for count in counts])
-    logits = torch.randn(len(places), 30, generator=torch.Generator().manual_seed(1))
-    wanted = on_cpu.judge(logits, VerifyRows(np.arange(120), counts, torch.from_numpy(places), places))
-    found = on_gpu.judge(
-        logits.to(device), VerifyRows(np.arange(120), counts, torch.from_numpy(places).to(device), places)
-    )
-    assert torch.equal(found.num_tokens.cpu(), wanted.num_tokens)
-    firsts = np.cumsum(counts + 1) - counts - 1
-    for first, count in zip(firsts, wanted.num_tokens.tolist(), strict=True):
-        assert torch.equal(found.tokens[first : first + count].cpu(), wanted.tokens[first : first + count])
+def test_a_gpu_drafts_and_judges_as_a_cpu_does_and_is_not_waited_for() -> None:
+    on_cpu, on_gpu = OneStep(torch.device("cpu")), OneStep(torch.device("cuda"))
+    on_gpu.run()  # kernels are loaded at their first use
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = on_gpu.run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    wanted = on_cpu.run()
+    torch.testing.assert_close(found[0].cpu(), wanted[0])
+    torch.testing.assert_close(found[1].cpu(), wanted[1])
+    assert torch.equal(on_gpu.state._tokens.cpu(), on_cpu.state._tokens)
+    torch.testing.assert_close(on_gpu.state._drawn_from.cpu(), on_cpu.state._drawn_from)
+    assert torch.equal(found[2].num_tokens.cpu(), wanted[2].num_tokens)
+    firsts = np.cumsum(on_cpu.counts + 1) - on_cpu.counts - 1
+    for first, count in zip(firsts.tolist(), wanted[2].num_tokens.tolist(), strict=True):
+        assert torch.equal(found[2].tokens[first : first + count].cpu(), wanted[2].tokens[first : first + count])

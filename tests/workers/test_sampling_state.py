@@ -18,6 +18,7 @@ from deepinfer_workers.batch import Admission
 from deepinfer_workers.sampler import ROWS_AT_ONCE, best_logprobs
 from deepinfer_workers.sampling_state import SamplingState
 from doubles.sampling import Floats, OneRow, sample, state_of, token_by_definition
+from doubles.waiting import NoWaiting
 
 VOCAB: Final = 301
 NONE: Final = np.array([], np.int64)
@@ -287,21 +288,6 @@ def test_a_token_that_the_model_does_not_have_is_refused(shaping: dict[str, Any]
 
 
 # ---- nothing waits for the device
-
-
-class NoWaiting(TorchDispatchMode):
-    """Refuses every operation whose result a device would have to be waited for."""
-
-    WAITING: Final = frozenset(
-        {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero", "repeat_interleave"}
-    )
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        assert name not in self.WAITING, f"{func} waits"
-        if name in ("index", "index_put", "index_put_"):
-            assert all(index is None or index.dtype != torch.bool for index in args[1]), f"{func} by a mask waits"
-        return func(*args, **(kwargs or {}))
 
 
 def test_the_watch_finds_what_waits() -> None:

@@ -116,7 +116,8 @@ class DraftState:
         """How many drafts each verifies, at most `most` [R] and `budget` together: those of the best survivals."""
         survivals = self.survivals(slots).cpu().numpy()
         is_there = np.arange(self.longest) < most[:, None]
-        keys = np.where(is_there, survivals, -1.0).T.ravel()  # earlier places first, then earlier rows
+        # What is no number is as good as never accepted: else it would be sorted behind what is not there.
+        keys = np.where(is_there, np.nan_to_num(survivals, nan=0.0), -1.0).T.ravel()  # earlier places, then rows
         best = np.argsort(-keys, kind="stable")[: min(budget, int(most.sum()))]
         return np.bincount(best % len(slots), minlength=len(slots)).astype(np.int64)
 
