@@ -114,7 +114,7 @@ def test_the_card_says_what_was_measured(report: dict[str, Any]) -> None:
 def test_the_measured_figures_hold_together(report: dict[str, Any]) -> None:
     assert report["model"]["bytes"] == sum(file.stat().st_size for file in folder().glob("*.safetensors"))
     assert report["loss"]["served"] == pytest.approx(report["loss"]["trained"], abs=0.02)
-    assert report["loss"]["served"] < 1.5
+    assert report["loss"]["served"] < 1.7
     greedy = report["drafts"]["greedy"]
     assert greedy["tokens_per_forward"] == pytest.approx(1 + sum(np.cumprod(greedy["acceptance"])), abs=0.05)
     assert len(greedy["calibration"]) == report["model"]["longest_draft"] == 5
