@@ -109,6 +109,8 @@ def _rows(report: dict[str, Any]) -> Iterator[str]:
         yield _row(f"tokens a forward, {name} ({asked})", f"{drafts['tokens_per_forward']:.2f}")
     names = {"prompts": "that ask for an answer", "cuts": "cut anywhere"}
     for kind, found in report.get("agreement", {}).items():
+        if not found["places"]:
+            continue  # not measured
         texts = f"{found['places']} prompts of 300 to 2,000 tokens {names[kind]}, {found['keep_tokens']} kept"
         yield _row(f"greedy next tokens that truncation leaves the same ({texts})", f"{100 * found['share']:.1f} %")
 
