@@ -24,7 +24,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits, linear
 
 from examples.train_nano.blocks import Blocks
 from examples.train_nano.figures import Figures
-from examples.train_nano.layers import Mixes, Switches, collapse, expand, experts, mixes, norm, product
+from examples.train_nano.layers import Mixes, Switches, collapse, expand, mixes, norm, product
+from examples.train_nano.model import think
 from examples.train_nano.packed import Packed, Turns, turn
 from examples.train_nano.parameters import Weights, of_stage
 from examples.train_nano.rounding import fp8_rows
@@ -81,7 +82,7 @@ class DraftModel:
         def ready(function: Callable[..., Any]) -> Callable[..., Any]:
             return torch.compile(function, dynamic=False, fullgraph=True) if compiles else function
 
-        self._main, self._mixes, self._attend, self._think = ready(_main), ready(mixes), ready(_attend), ready(_think)
+        self._main, self._mixes, self._attend, self._think = ready(_main), ready(mixes), ready(_attend), ready(think)
         self._losses = ready(_losses)
 
     def hidden(
@@ -197,21 +198,6 @@ def _look(queries: Tensor, seen: Tensor, own: Tensor, sinks: Tensor, context: Te
     out = out + torch.bmm(near.to(own.dtype).view(len(by_block), -1, size), by_block).view(out.shape)
     looked: Tensor = (out / total).to(seen.dtype).view(queries.shape)
     return looked
-
-
-def _think(
-    figures: Figures,
-    weights: Weights,
-    streams: Tensor,
-    shares: Tensor,
-    mixed: Mixes,
-    is_real: Tensor,
-    switches: Switches,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    x = norm(collapse(shares, streams), weights["ffn_norm.weight"], figures.rms_eps)
-    out, loads = experts(figures, weights, x, is_real, switches, dtype)
-    return expand(out, streams, mixed), loads
 
 
 def _guess(

@@ -57,7 +57,7 @@ class Model:
             return torch.compile(function, dynamic=False, fullgraph=True) if compiles else function
 
         # In parts, so that most layers share most of what is compiled.
-        self._mixes, self._attend, self._think = ready(mixes), ready(_attend), ready(_think)
+        self._mixes, self._attend, self._think = ready(mixes), ready(_attend), ready(think)
         self._add_ngrams = ready(add_ngrams)
         self._index_loss, self._text_loss = ready(_index_loss), ready(_text_loss)
 
@@ -129,7 +129,7 @@ def _attend(
     return expand(out, streams, mixed), kept
 
 
-def _think(
+def think(
     figures: Figures,
     weights: Weights,
     streams: Tensor,
