@@ -61,8 +61,16 @@ def simulate(
         lengths = verify_lengths(
             [None if block is None else block.survivals[:longest] for block in now], plan.verify_budget
         )
+        reached, predicted = [0] * longest, [0.0] * longest
         for block, length in zip(now, lengths, strict=True):
-            num_tokens += 1 if block is None else 1 + min(block.num_accepted, length)
+            num_tokens += 1
+            if block is None:
+                continue
+            num_tokens += min(block.num_accepted, length)
+            for place, survival in enumerate(block.survivals[:length]):
+                predicted[place] += survival / 255
+                reached[place] += place < block.num_accepted
+        policy.learn(predicted, reached)
         num_verified += sum(lengths)
         time_us += costs.forward_us(num_rows + sum(lengths))
         older = [b"" if block is None else block.survivals for block in now]

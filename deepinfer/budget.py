@@ -3,13 +3,15 @@
 A scheduled budget follows from survivals that are older than the drafts it is for. That is what keeps it lossless: were
 it chosen by the very drafts that it admits, whether one is verified would depend on what was drafted behind it, and
 the tokens would no longer follow the target's distribution (DSpark's counterexample). As it does not, all budgets are
-compared, also behind the first that is no better: what steps cost has jags. Pure and synchronous. Knows nothing of
-requests, of rows' places, or of devices.
+compared, also behind the first that is no better: what steps cost has jags.
+
+Survivals are a model's guess, and it may guess too high: one trained on greedy text does where a temperature is high.
+What became of the drafts of earlier steps corrects it. Pure and synchronous. Knows nothing of requests or of devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from operator import truediv
 from typing import Final, NamedTuple, Protocol
@@ -28,6 +30,10 @@ MAX_UNKNOWN: Final = 4
 """Steps of drafts of which nothing is known yet; after as many, what is remembered decides."""
 MARGIN: Final = 0.01
 """By how much the other way must be faster for a change."""
+TRUSTED: Final = 8.0
+"""Drafts of a place that must have been foreseen to come, for what came of them to count as much as the guess."""
+REMEMBERED: Final = 512.0
+"""Of those at the first place, how many are remembered: what is asked for changes."""
 
 
 class DraftPlan(NamedTuple):
@@ -54,6 +60,11 @@ class DraftPolicy(Protocol):
         """
         ...
 
+    def learn(self, predicted: Sequence[float], reached: Sequence[int]) -> None:
+        """What became of the drafts that a step verified, by place: how many were foreseen to be accepted with all
+        before them, and how many were."""
+        ...
+
 
 class NoDrafts:
     """Implements `DraftPolicy`."""
@@ -62,6 +73,9 @@ class NoDrafts:
 
     def plan(self, survivals: list[bytes], num_rows: int, num_other: int, room: int) -> DraftPlan:
         return DraftPlan(0, 0)
+
+    def learn(self, predicted: Sequence[float], reached: Sequence[int]) -> None:
+        """There are none."""
 
 
 class FixedDrafts:
@@ -72,6 +86,9 @@ class FixedDrafts:
 
     def plan(self, survivals: list[bytes], num_rows: int, num_other: int, room: int) -> DraftPlan:
         return DraftPlan(min(sum(map(len, survivals)), room), self.longest)
+
+    def learn(self, predicted: Sequence[float], reached: Sequence[int]) -> None:
+        """Nothing is chosen by it."""
 
 
 class ScheduledDrafts:
@@ -85,6 +102,7 @@ class ScheduledDrafts:
         self.longest = longest
         self._costs = costs
         self._memory = _Memory(longest)
+        self._correction = _Correction(longest)
         self._drafts = True
         self._num_plain = 0  # steps without drafts, one after another
         self._next_probe = FIRST_PROBE
@@ -95,6 +113,8 @@ class ScheduledDrafts:
             return DraftPlan(0, self.longest if self._drafts else 0)
         ranked = sorted(b"".join(survivals), reverse=True)
         is_known = bool(ranked) and ranked[-1] < CERTAIN
+        if is_known:
+            ranked = sorted(self._correction.correct(survivals), reverse=True)
         expected = self._memory.learn(ranked, num_rows) if is_known else self._memory.recall(num_rows)
         draft_us = self._costs.draft_us(num_rows)
         best = _best(expected, draft_us, num_rows + num_other, self._costs, room)
@@ -103,6 +123,10 @@ class ScheduledDrafts:
         if not self._drafts and ranked:  # the last ones there are: they cost no more than their verification
             best = _best(expected, 0.0, num_rows + num_other, self._costs, min(room, len(ranked)))
         return DraftPlan(min(best.budget, len(ranked)), self.longest if self._drafts else 0)
+
+    def learn(self, predicted: Sequence[float], reached: Sequence[int]) -> None:
+        """Implements `DraftPolicy`."""
+        self._correction.learn(predicted, reached)
 
     def _choose(self, gain: float, *, is_known: bool) -> bool:
         """Make drafts? `gain` is how many times as fast a step is with them."""
@@ -142,6 +166,50 @@ def _best(expected: Sequence[float], draft_us: float, num_positions: int, costs:
     rates = list(map(truediv, expected, [draft_us + us for us in forward_us] if draft_us else forward_us))
     rate = max(rates)
     return _Best(rates.index(rate), rate)
+
+
+class _Correction:
+    """By place, how many times as many drafts come as were foreseen.
+
+    A place of which little is known is believed to err as the one before it does, the first not at all.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self._predicted = [0.0] * longest
+        self._reached = [0.0] * longest
+        self._tables: list[bytes] = []  # by place, from a survival to what it is worth; empty: as it is
+
+    def learn(self, predicted: Sequence[float], reached: Sequence[int]) -> None:
+        keep = 1 - min(predicted[0] / REMEMBERED, 1.0) if predicted else 1.0
+        for place in range(len(self._predicted)):  # also those that no row has verified: they may have changed
+            self._predicted[place] *= keep
+            self._reached[place] *= keep
+        for place, foreseen, came in zip(range(len(self._predicted)), predicted, reached, strict=False):
+            self._predicted[place] += foreseen
+            self._reached[place] += came
+        self._tables = []
+
+    def correct(self, survivals: list[bytes]) -> bytes:
+        """All of them, as they are worth, place by place."""
+        longest = len(self._predicted)
+        tables = self._tables = self._tables or [_table(factor) for factor in self._factors()]
+        whole = b"".join([block for block in survivals if len(block) == longest])
+        parts = [whole[place::longest].translate(table) for place, table in enumerate(tables)]
+        for block in survivals:
+            if len(block) < longest:
+                parts += [bytes((table[value],)) for value, table in zip(block, tables, strict=False)]
+        return b"".join(parts)
+
+    def _factors(self) -> Iterator[float]:
+        factor = 1.0
+        for foreseen, came in zip(self._predicted, self._reached, strict=True):
+            factor = (came + TRUSTED * factor) / (foreseen + TRUSTED)
+            yield factor
+
+
+def _table(factor: float) -> bytes:
+    """Of a survival, what it is worth. One of which nothing is known stays so."""
+    return bytes([min(round(factor * value), CERTAIN) for value in range(CERTAIN)] + [CERTAIN])
 
 
 class _Memory:

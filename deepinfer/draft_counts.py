@@ -50,17 +50,8 @@ class DraftCounts(Struct):
         while len(self.outcomes) <= num_verified:
             self.outcomes.append([0] * (len(self.outcomes) + 1))
 
-    def add_predicted(self, predicted: Sequence[float], rows: Iterable[tuple[int, int]]) -> None:
-        """What a step foresaw of the drafts that it verified, by place, summed over `rows`, and what became of them.
-
-        A row is how many it verified and how many were accepted.
-        """
-        width = len(predicted)
-        tried, reached = [0] * width, [0] * width
-        for (num_verified, num_accepted), times in Counter(rows).items():
-            for place in range(min(num_verified, width)):
-                tried[place] += times
-                reached[place] += times if place < num_accepted else 0
+    def add_predicted(self, predicted: Sequence[float], tried: Sequence[int], reached: Sequence[int]) -> None:
+        """What a step foresaw of the drafts that it verified, by place, how many it verified, and how many came."""
         self.predicted = _sums(self.predicted, predicted)
         self.num_predicted = _sums(self.num_predicted, tried)
         self.num_reached = _sums(self.num_reached, reached)
@@ -164,6 +155,19 @@ class DraftCounts(Struct):
             predicted = _listed([place.predicted for place in self.calibration])
             accepted = _listed([place.accepted for place in self.calibration])
             yield f"reached, by place: predicted {predicted}; accepted {accepted}"
+
+
+def by_place(rows: Iterable[tuple[int, int]], longest: int) -> tuple[list[int], list[int]]:
+    """By place of a block: how many drafts were verified, and how many accepted with all before them.
+
+    A row is how many it verified and how many were accepted.
+    """
+    tried, reached = [0] * longest, [0] * longest
+    for (num_verified, num_accepted), times in Counter(rows).items():
+        for place in range(min(num_verified, longest)):
+            tried[place] += times
+            reached[place] += times if place < num_accepted else 0
+    return tried, reached
 
 
 def _share(part: float, whole: int) -> float:

@@ -111,7 +111,7 @@ class Rank:
         self.parked: dict[Sequence, None] = {}  # would decode, but its reader is too slow
         self.held: dict[Sequence, None] = {}  # waiting samples that own blocks of their prompt
         self._requeue = requeue
-        self._drafts = drafts
+        self.drafts = drafts
         self._prefix_cache = prefix_cache
         self._root = chain_root(shape.weights_version)
         self._marked_root = chain_root(shape.weights_version, is_marked=True)
@@ -170,7 +170,7 @@ class Rank:
             if seq in self.decode:
                 self._grow(seq)
         self._rows = rows = [seq for seq in self.decode if seq.num_planned < seq.limit]
-        if self._drafts.longest:
+        if self.drafts.longest:
             self._most_drafts = [min(seq.num_drafts, seq.limit - seq.num_planned - 1) for seq in rows]
             self._survivals = [seq.foresee(most) for seq, most in zip(rows, self._most_drafts, strict=True)]
         for seq in rows:
@@ -186,13 +186,13 @@ class Rank:
 
     def plan_drafts(self) -> None:
         """How many drafts the step verifies in the positions that nothing else has taken, and how many it makes."""
-        if not self._drafts.longest or _SAMPLE not in self._flags:
+        if not self.drafts.longest or _SAMPLE not in self._flags:
             return
         num_other = sum(self._num_positions) - self._num_decodes
         room = self.budget + self._num_reserved
-        plan = self._drafts.plan(self._survivals, self._num_decodes, num_other, room)
+        plan = self.drafts.plan(self._survivals, self._num_decodes, num_other, room)
         budget = min(plan.verify_budget, sum(self._most_drafts), room)
-        self._draft_plan = DraftPlan(budget, min(plan.num_drafts, self._drafts.longest))
+        self._draft_plan = DraftPlan(budget, min(plan.num_drafts, self.drafts.longest))
         self._most_drafts = [min(most, budget) for most in self._most_drafts]
         num_drafts = self._draft_plan.num_drafts
         for seq, most in zip(self._rows, self._most_drafts, strict=False):
@@ -260,7 +260,7 @@ class Rank:
             verify_budget=self._draft_plan.verify_budget,
             num_drafts=self._draft_plan.num_drafts,
         )
-        if self._drafts.longest:
+        if self.drafts.longest:
             expected, drafted = columns.addresses, self._drafted_rows(rows)
         else:
             expected = columns.addresses + pack_int32([seq.num_planned for seq in rows]) + columns.num_tokens
@@ -514,8 +514,8 @@ class Rank:
         assert all(seq.state is State.WAITING for seq in self.held)
         for seq in running:
             assert len(seq.block_ids) * self.shape.block_size == seq.capacity >= seq.num_planned
-            assert 0 <= seq.num_pending <= 2 * (1 + self._drafts.longest)
+            assert 0 <= seq.num_pending <= 2 * (1 + self.drafts.longest)
             assert len(seq.tokens) + seq.num_pending <= seq.max_length
             assert 0 <= seq.num_unsure <= max(seq.num_pending - 1, 0)
-            assert seq.num_computed <= seq.lowest_length and seq.num_drafts <= self._drafts.longest
+            assert seq.num_computed <= seq.lowest_length and seq.num_drafts <= self.drafts.longest
             assert seq.limit == min(seq.capacity, seq.max_length - 1)

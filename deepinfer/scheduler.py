@@ -19,7 +19,7 @@ from msgspec import Struct
 from deepinfer.admission import Admitted
 from deepinfer.budget import DraftPolicy, NoDrafts
 from deepinfer.deadlines import Deadlines
-from deepinfer.draft_counts import DraftCounts
+from deepinfer.draft_counts import DraftCounts, by_place
 from deepinfer.errors import DuplicateRequestId, Overloaded, WorkerLost
 from deepinfer.rank import CacheShape, PromptRow, Rank, RankStep
 from deepinfer.request import FinishReason, Request, Sequence, State, TokenLogprobs
@@ -313,8 +313,10 @@ class Scheduler:
                 self._take_tokens(rank, seq, tokens[start:end], known, emissions, now)
             start = end
         if result.predicted:
-            rows = zip(num_verified, num_accepted, strict=True)
-            self.drafts.add_predicted(unpack_float32(result.predicted), rows)
+            predicted = unpack_float32(result.predicted)
+            tried, reached = by_place(zip(num_verified, num_accepted, strict=True), len(predicted))
+            self.drafts.add_predicted(predicted, tried, reached)
+            rank.drafts.learn(predicted, reached)
 
     def _take_tokens(
         self,

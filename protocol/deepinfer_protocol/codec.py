@@ -223,6 +223,8 @@ def _check_result(result: StepResult) -> None:
 def _check_verified(result: StepResult, num_tokens: bytes) -> None:
     """What a result says of drafts, beside the tokens of its rows."""
     _check_columns("predicted", result.predicted, 1, MAX_DRAFTS)
+    if not all(0.0 <= value < inf for value in unpack_float32(result.predicted)):
+        raise ProtocolError("predicted: a value is no number of drafts")
     counts = unpack_int32(num_tokens)
     num_sampled = len(counts) - counts.count(0)
     if len(result.survivals) > num_sampled * MAX_DRAFTS or len(result.survivals) % max(num_sampled, 1):

@@ -197,3 +197,56 @@ def test_a_choice_on_the_edge_does_not_flap() -> None:
 
 def test_a_step_of_prompts_alone_goes_on_as_before() -> None:
     assert ScheduledDrafts(LONGEST, flat()).plan([], 0, 200, 10) == DraftPlan(0, LONGEST)
+
+
+# ---- what became of drafts
+
+
+def verified(policy: ScheduledDrafts, drawn: random.Random, shares: list[float], num_steps: int) -> list[int]:
+    """Budgets of steps of one row whose drafts are all foreseen at 0.9, and accepted as often as `shares` says."""
+    budgets = []
+    block = bytes([230] * LONGEST)
+    for _ in range(num_steps):
+        budget = policy.plan([block], 1, 0, LONGEST).verify_budget
+        budgets.append(budget)
+        came = [float(drawn.random() < share) for share in shares]
+        reached = [int(all(came[: place + 1])) for place in range(budget)]
+        policy.learn([0.9] * budget, reached)
+    return budgets
+
+
+def test_guesses_that_were_too_high_are_corrected() -> None:
+    """The best length for what comes, and not for what was foreseen; drafts that come as foreseen change nothing."""
+    costs = CostTable([1, 16], [100.0, 250.0], [1, 2], [10.0, 10.0])
+    shares = [0.6, 0.3, 0.1, 0.1, 0.1]
+    reached = [0.6, 0.18, 0.018, 0.0018, 0.00018]
+    rates = [(1 + sum(reached[:length])) / (10 + costs.forward_us(1 + length)) for length in range(6)]
+    assert rates.index(max(rates)) == 2
+    drawn = random.Random(1)
+    budgets = verified(ScheduledDrafts(LONGEST, costs), drawn, shares, 400)
+    assert budgets[0] == LONGEST
+    assert sum(budgets[200:]) / 200 == pytest.approx(2, abs=0.25)
+    assert set(verified(ScheduledDrafts(LONGEST, costs), drawn, [0.9, 1.0, 1.0, 1.0, 1.0], 400)) == {LONGEST}
+
+
+def test_a_correction_forgets() -> None:
+    costs = CostTable([1, 16], [100.0, 250.0], [1, 2], [10.0, 10.0])
+    policy, drawn = ScheduledDrafts(LONGEST, costs), random.Random(2)
+    assert verified(policy, drawn, [0.5] * LONGEST, 2000)[-1] < LONGEST
+    assert verified(policy, drawn, [0.98] * LONGEST, 4000)[-1] == LONGEST
+
+
+def test_blocks_of_all_lengths_are_corrected_alike() -> None:
+    costs = CostTable([1, 64, 512], [900.0, 1000.0, 5000.0], [1, 512], [50.0, 100.0])
+    policy = ScheduledDrafts(LONGEST, costs)
+    for _ in range(50):
+        policy.learn([40.0, 30.0, 20.0, 10.0, 5.0, 1.0], [20, 10, 5, 1, 0, 0])
+    half = ScheduledDrafts(LONGEST, costs)
+    rows = [bytes([200, 150, 100, 50, 25])[: 1 + number % LONGEST] for number in range(40)]
+    worth = [bytes(round(value * share) for value, share in zip(row, (0.5, 1 / 3, 0.25, 0.1, 0.0), strict=False))
+             for row in rows]  # fmt: skip
+    unknown = [bytes([CERTAIN] * LONGEST)] * 3
+    told, wanted = (
+        one.plan(blocks + unknown, 43, 0, 215).verify_budget for one, blocks in ((policy, rows), (half, worth))
+    )
+    assert told == pytest.approx(wanted, abs=2) and wanted > 15

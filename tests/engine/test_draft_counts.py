@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepinfer.draft_counts import DraftCounts
+from deepinfer.draft_counts import DraftCounts, by_place
 
 
 class Row(NamedTuple):
@@ -64,8 +64,8 @@ def test_counts_add_up_and_come_apart(one: list[Row], other: list[Row]) -> None:
 @given(rows, st.lists(st.floats(0, 40, width=32), min_size=6, max_size=6))
 def test_what_was_foreseen_is_held_against_what_came(given: list[Row], predicted: list[float]) -> None:
     counts = DraftCounts()
-    counts.add_predicted(predicted, given[:20])
-    counts.add_predicted(predicted, given[20:])
+    counts.add_predicted(predicted, *by_place(given[:20], 6))
+    counts.add_predicted(predicted, *by_place(given[20:], 6))
     for place, found in enumerate(counts.calibration):
         verified = [row for row in given if row.num_verified > place]
         assert found.num_verified == len(verified)
@@ -78,8 +78,8 @@ def test_what_was_foreseen_is_held_against_what_came(given: list[Row], predicted
 
 def test_predictions_merge_and_come_apart() -> None:
     counts, other = DraftCounts(), DraftCounts()
-    counts.add_predicted([1.5, 0.5], [(2, 1), (1, 1)])
-    other.add_predicted([0.75], [(1, 0)])
+    counts.add_predicted([1.5, 0.5], [2, 1], [2, 0])
+    other.add_predicted([0.75], [1], [0])
     before = counts.copy()
     counts.merge(other)
     assert [(place.predicted, place.accepted, place.num_verified) for place in counts.calibration] == [
@@ -91,7 +91,7 @@ def test_predictions_merge_and_come_apart() -> None:
 
 def test_counts_encode_and_come_back() -> None:
     counts = counted([Row(5, 2), Row(0, 0), Row(3, 3)])
-    counts.add_predicted([2.0, 1.5, 1.0], [(5, 2), (3, 3)])
+    counts.add_predicted([2.0, 1.5, 1.0], [2, 2, 2], [2, 2, 1])
     for module in (msgspec.json, msgspec.msgpack):
         assert module.decode(module.encode(counts), type=DraftCounts) == counts
 
@@ -100,7 +100,7 @@ def test_lines_are_for_people() -> None:
     assert list(DraftCounts().lines()) == []
     assert list(counted([Row(0, 0)] * 3).lines()) == ["1.00 tokens a forward (3 in 3)"]
     counts = counted([Row(2, 1), Row(2, 2), Row(1, 0), Row(0, 0)])
-    counts.add_predicted([2.4, 1.0], [(2, 1), (2, 2), (1, 0)])
+    counts.add_predicted([2.4, 1.0], [3, 2], [2, 1])
     assert list(counts.lines()) == [
         "1.75 tokens a forward (7 in 4)",
         "drafts: 3 of 5 accepted; by place 0.67 0.50",

@@ -5,6 +5,7 @@ What a golden frame holds is decided here; `protocol.frames` turns it into lines
 
 from __future__ import annotations
 
+from math import nan
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -243,6 +244,9 @@ def spoiled() -> dict[str, Refused]:
         "verified of one row too few": Refused(VERIFIED, (15,), columns([2]), "num_verified: 1 came for 2 rows"),
         "verified beyond a block": Refused(VERIFIED, (15,), columns([MAX_DRAFTS + 1, 0]), "num_verified: 0 to 65 came"),
         "verified fewer than the tokens": Refused(VERIFIED, (15,), columns([1, 0]), "row 0: 3 tokens came of 1 drafts"),
+        "a number of drafts that is none": Refused(
+            VERIFIED, (17,), pack_float32([nan]), "predicted: a value is no number of drafts"
+        ),
         "survivals of half a row": Refused(VERIFIED, (16,), bytes(9), "survivals: 9 came for 2 sampled rows"),
         "predictions of more than a block": Refused(
             VERIFIED, (17,), bytes(4 * (MAX_DRAFTS + 1)), "predicted: more than 64 rows"

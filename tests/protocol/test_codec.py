@@ -166,7 +166,7 @@ def results(draw: st.DrawFn) -> StepResult:
         prompt_logprob_ranks=pack_int32([draw(upto(INT32_MAX, 1))] * num_prompt_ranks),
         num_verified=columns([max(row[3] - 1, draw(upto(MAX_DRAFTS))) for row in rows] if has_verified else []),
         survivals=bytes([draw(upto(255))]) * (num_drafts * sum(row[3] > 0 for row in rows)),
-        predicted=draw(st.binary(min_size=4, max_size=4)) * num_drafts,
+        predicted=pack_float32([draw(st.floats(0, 1e6, width=32))] * num_drafts),
         draft_us=draw(count),
     )
 

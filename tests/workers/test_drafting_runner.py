@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -305,7 +306,10 @@ def test_costs_are_measured_and_leave_nothing(folder: Path, expected: list[list[
     assert costs is not None
     positions, rows = list(unpack_int32(costs.positions)), list(unpack_int32(costs.draft_rows))
     forward, draft = unpack_float32(costs.forward_us), unpack_float32(costs.draft_us)
-    assert positions == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 600] and rows == [1, 2, 4, 8, 16]
+    rungs, padded = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 600], driver.runner._limits.padded
+    stretches = [below + 1 for below, rung in pairwise(rungs) if below + 1 < rung == padded(below + 1)]
+    assert positions == sorted(rungs + stretches) and rows == [1, 2, 4, 8, 16]
+    assert all(forward[positions.index(size)] == forward[positions.index(size) + 1] for size in stretches)
     assert (len(forward), len(draft)) == (len(positions), len(rows))
     for times in (forward, draft):
         assert min(times) > 0 and sorted(times) == list(times)

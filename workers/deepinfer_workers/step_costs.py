@@ -1,13 +1,14 @@
 """How long steps of several sizes take on this device, measured with plans as an engine sends them.
 
-What is measured stands in slots that are admitted for it and retired afterwards, so nothing of it is left. Knows
-nothing of tensors, of models, and of how a step is computed or timed.
+What is measured stands in slots that are admitted for it and retired afterwards, so nothing of it is left. All sizes
+are measured in turn, again and again, and the least of each counts: whatever else the machine does only adds to a time.
+Knows nothing of tensors, of models, and of how a step is computed or timed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from statistics import median
+from itertools import accumulate
 from time import perf_counter
 from typing import Final
 
@@ -18,8 +19,8 @@ from deepinfer_workers.batch import Limits
 
 BUDGET_S: Final = 3.0
 """Seconds for the forwards, and as many for the drafts, at most; larger sizes are extrapolated."""
-NUM_REPETITIONS: Final = 3
-"""Behind one that warms up."""
+NUM_ROUNDS: Final = 6
+"""Through all sizes, at most; in the first each size is warmed up."""
 
 Time = Callable[[StepPlan], tuple[int, int]]
 """Runs a step: the microseconds that it took, and those of them that made drafts."""
@@ -28,9 +29,9 @@ Time = Callable[[StepPlan], tuple[int, int]]
 def measure_costs(limits: Limits, time: Time) -> StepCosts:
     """`time` is called with plans for empty slots, and leaves them empty."""
     # The positions of a row see each other, as drafts do.
-    sizes = _sizes(min(limits.max_batch_positions, limits.num_slots * _longest_row(limits)), limits.ladder)
+    rungs = _sizes(min(limits.max_batch_positions, limits.num_slots * _longest_row(limits)), limits.ladder)
     rows = _sizes(min(limits.num_slots, limits.max_batch_positions), ()) if limits.longest_draft else []
-    forward_us = _measured(sizes, lambda size: _time_forward(size, limits, time))
+    sizes, forward_us = _stretches(rungs, _measured(rungs, lambda size: _time_forward(size, limits, time)), limits)
     draft_us = _measured(rows, lambda size: _time_drafts(size, limits, time))
     return StepCosts(pack_int32(sizes), pack_float32(forward_us), pack_int32(rows), pack_float32(draft_us))
 
@@ -50,17 +51,33 @@ def _sizes(most: int, ladder: Sequence[int]) -> list[int]:
     return [*sizes, most]
 
 
+def _stretches(rungs: Sequence[int], times: Sequence[float], limits: Limits) -> tuple[list[int], list[float]]:
+    """With the smallest size that is padded to each rung of the ladder, which takes as long."""
+    sizes, us = list[int](), list[float]()
+    for below, rung, time_us in zip((0, *rungs), rungs, times, strict=False):
+        if below + 1 < rung and limits.padded(below + 1) == rung:
+            sizes.append(below + 1)
+            us.append(time_us)
+        sizes.append(rung)
+        us.append(time_us)
+    return sizes, us
+
+
 def _measured(sizes: Sequence[int], time: Callable[[int], int]) -> list[float]:
     """Microseconds of every size, never falling; those that would take too long grow as the ones before."""
     found: list[float] = []
-    deadline = perf_counter() + BUDGET_S
+    started = perf_counter()
     for size in sizes:
-        if found and perf_counter() + (1 + NUM_REPETITIONS) * _extrapolated(sizes, found, size) / 1e6 > deadline:
+        if found and perf_counter() + 2 * _extrapolated(sizes, found, size) / 1e6 > started + BUDGET_S / 2:
             break
         time(size)
-        found.append(max(median(time(size) for _ in range(NUM_REPETITIONS)), 1.0, *found[-1:]))
-    num_found = len(found)
-    return found + [_extrapolated(sizes, found[:num_found], size) for size in sizes[num_found:]]
+        found.append(time(size))
+    for _ in range(NUM_ROUNDS - 1):
+        if perf_counter() > started + BUDGET_S:
+            break
+        found = [min(us, time(size)) for size, us in zip(sizes, found, strict=False)]
+    found = list(accumulate((max(us, 1.0) for us in found), max))
+    return found + [_extrapolated(sizes, found, size) for size in sizes[len(found) :]]
 
 
 def _extrapolated(sizes: Sequence[int], found: Sequence[float], size: int) -> float:
@@ -68,7 +85,7 @@ def _extrapolated(sizes: Sequence[int], found: Sequence[float], size: int) -> fl
     last = len(found) - 1
     if last < 1:
         return found[last] * size / sizes[last]
-    slope = (found[last] - found[last - 1]) / (sizes[last] - sizes[last - 1])
+    slope = max(found[last] - found[last - 1], 0.0) / (sizes[last] - sizes[last - 1])
     return found[last] + slope * (size - sizes[last])
 
 
