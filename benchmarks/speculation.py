@@ -98,36 +98,32 @@ class Timed(NamedTuple):
 
 async def run(engine: Engine, form: str, batch: int, max_tokens: int) -> Timed:
     """One batch from its first step to its last."""
-    before = engine.stats().core.drafts
-    rows, tokens = before.num_steps, before.num_tokens
+    before = engine.stats().core.drafts.copy()
     chats = prompts(batch)
     begun_s = time.perf_counter()
     answers = await engine.generate_many(
         chats, [params(form, index, max_tokens) for index in range(batch)], progress=False, thinking=False
     )
     took_s = time.perf_counter() - begun_s
-    after = engine.stats().core.drafts
+    drafts = engine.stats().core.drafts.since(before)
     made = sum(answer.num_generated_tokens for answer in answers)
-    return Timed(made / took_s, (after.num_tokens - tokens) / max(after.num_steps - rows, 1))
+    return Timed(made / took_s, drafts.tokens_per_step or 1.0)
 
 
 async def time_all(arguments: argparse.Namespace) -> None:
     async with AsyncExitStack() as stack:
         engines = [Engine(arguments.model, **settings(arguments), **way.settings) for way in WAYS]
         await asyncio.gather(*(stack.enter_async_context(engine) for engine in engines))
-        for engine in engines:
-            await run(engine, "match", max(arguments.batches), 8)  # what only a first step costs
-        runs: dict[tuple[int, str, str], list[Timed]] = {}
-        for _ in range(arguments.runs):
-            for batch in arguments.batches:
-                for form in FORMS:
+        for batch in arguments.batches:
+            for form in FORMS:
+                for engine in engines:  # what only a first step of a size costs
+                    await run(engine, form, batch, 8)
+                runs: dict[str, list[Timed]] = {way.name: [] for way in WAYS}
+                for _ in range(arguments.runs):
                     for way, engine in zip(WAYS, engines, strict=True):
-                        timed = await run(engine, form, batch, arguments.tokens)
-                        runs.setdefault((batch, form, way.name), []).append(timed)
-    for batch in arguments.batches:
-        for form in FORMS:
-            for line in _lines(batch, form, {way.name: runs[batch, form, way.name] for way in WAYS}):
-                tell(arguments, line)
+                        runs[way.name].append(await run(engine, form, batch, arguments.tokens))
+                for line in _lines(batch, form, runs):
+                    tell(arguments, line)
 
 
 def _lines(batch: int, form: str, runs: dict[str, list[Timed]]) -> Iterator[dict[str, Any]]:

@@ -26,7 +26,7 @@ from deepinfer_workers import acceptance, drafts, noise, sampler, sampling_state
 from deepinfer_workers.batch import Admission, Ints
 from deepinfer_workers.drafts import DraftState, VerifyRows, draft_slot_bytes
 from deepinfer_workers.sampling_state import SamplingState
-from doubles.waiting import NoWaiting
+from doubles.waiting import NoWaiting, no_waits
 
 VOCAB: Final = 5
 WINDOW: Final = 4
@@ -529,11 +529,8 @@ def test_memory_of_a_slot_is_what_it_says() -> None:
 def test_a_gpu_drafts_and_judges_as_a_cpu_does_and_is_not_waited_for() -> None:
     on_cpu, on_gpu = OneStep(torch.device("cpu")), OneStep(torch.device("cuda"))
     on_gpu.run()  # kernels are loaded at their first use
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         found = on_gpu.run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     wanted = on_cpu.run()
     torch.testing.assert_close(found[0].cpu(), wanted[0])
     torch.testing.assert_close(found[1].cpu(), wanted[1])

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from deepinfer_protocol import (
     LogitShaping,
@@ -27,6 +23,7 @@ from deepinfer_workers.runner import StepOutput
 from doubles.drafter import drafting
 from doubles.driver import Driver, Row, admit, no_masks, plan
 from doubles.tiny_llama import TinyLlama
+from doubles.waiting import no_waits
 
 pytestmark = pytest.mark.gpu
 
@@ -51,18 +48,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def gpu(folder: Path, **changes: Any) -> Driver:
     return Driver(folder, accelerator="nvidia", **{"dtype": "float32"} | changes)
-
-
-@contextmanager
-def no_waits() -> Iterator[None]:
-    """Whatever waits for the device inside is an error."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the mode says that it is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def one_token(token: int) -> SlotSampling:

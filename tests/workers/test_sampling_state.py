@@ -18,7 +18,7 @@ from deepinfer_workers.batch import Admission
 from deepinfer_workers.sampler import ROWS_AT_ONCE, best_logprobs
 from deepinfer_workers.sampling_state import SamplingState
 from doubles.sampling import Floats, OneRow, sample, state_of, token_by_definition
-from doubles.waiting import NoWaiting
+from doubles.waiting import NoWaiting, no_waits
 
 VOCAB: Final = 301
 NONE: Final = np.array([], np.int64)
@@ -339,12 +339,9 @@ def test_a_gpu_samples_what_a_cpu_does_and_is_not_waited_for(seed: int, vocab: i
     state, at = state_of(rows, vocab, torch.device("cuda"))
     slots, on_gpu, positions = np.arange(40), logits.cuda(), torch.from_numpy(at).cuda()
     state.sample(on_gpu, slots, positions, None, at)  # kernels are loaded at their first use
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         tokens = state.sample(on_gpu, slots, positions, None, at)
         logprobs = state.logprobs(on_gpu, tokens, slots)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert tokens.tolist() == wanted and logprobs is not None
     best = best_logprobs(logits, torch.tensor(wanted), 3)
     assert logprobs.ids.tolist() == best.ids.tolist() and logprobs.ranks.tolist() == best.ranks.tolist()
