@@ -2,10 +2,11 @@
 
 from deepinfer_kernels.attention import PackedRows
 from deepinfer_kernels.codes import FormatError
+from deepinfer_kernels.expert_tiles import ExpertTiles, expert_tiles
 from deepinfer_kernels.linear import LinearWeight
 from deepinfer_kernels.native import KEY_LANES
 from deepinfer_kernels.ops import Ops, UnknownAccelerator, select_ops
-from deepinfer_kernels.reference import hadamard, rms_norm, sigmoid
+from deepinfer_kernels.reference import hadamard, mix_numbers, sigmoid
 from deepinfer_kernels.row_formats import (
     fake_index_row,
     fake_main_row,
@@ -37,6 +38,7 @@ from deepinfer_kernels.weight_formats import (
 
 __all__ = [
     "KEY_LANES",
+    "ExpertTiles",
     "FormatError",
     "LinearWeight",
     "Ops",
@@ -45,6 +47,7 @@ __all__ = [
     "dequantize_fp4",
     "dequantize_fp8_blocks",
     "dequantize_fp8_rows",
+    "expert_tiles",
     "fake_index_row",
     "fake_main_row",
     "fake_quantize_activation",
@@ -53,6 +56,7 @@ __all__ = [
     "hadamard",
     "index_row_bytes",
     "main_row_bytes",
+    "mix_numbers",
     "pack_index_row",
     "pack_main_row",
     "pack_v4_row",
@@ -61,7 +65,6 @@ __all__ = [
     "quantize_fp4",
     "quantize_fp8_blocks",
     "quantize_fp8_rows",
-    "rms_norm",
     "select_ops",
     "sigmoid",
     "unpack_index_row",

@@ -9,7 +9,7 @@ Legend: as in `reference`; `n` tiles of an attention launch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import e, log2
+from math import e, frexp, log2
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -19,7 +19,10 @@ from torch import Tensor
 
 from deepinfer_kernels import triton_kernels as device
 from deepinfer_kernels.attention import Ints, PackedRows
+from deepinfer_kernels.codes import FP8_MAX
+from deepinfer_kernels.expert_tiles import TILE_PAIRS, ExpertTiles
 from deepinfer_kernels.linear import LinearWeight
+from deepinfer_kernels.row_formats import MIN_FP8_AMAX
 
 SHORT_ROW: Final = 8
 """Rows of at most this many positions (decode, drafts) attend position by position; longer ones in tiles."""
@@ -34,6 +37,13 @@ MAX_SPLITS: Final = 16
 WANTED_PROGRAMS: Final = 264  # two for each of 132 multiprocessors
 HEADS_AT_ONCE: Final = 8
 MAX_BLOCK: Final = 1024
+GROUPS_AT_ONCE: Final = 16
+EXPERT_COLUMNS: Final = 64
+EXPERT_INNER: Final = 64
+_MANTISSA: Final = 1 << 23  # of a float32's bits
+_LIMIT_MANTISSA, _LIMIT_EXPONENT = frexp(FP8_MAX)
+_LIMIT_BITS: Final = 2 * _MANTISSA - 1 - int(2 * _LIMIT_MANTISSA * _MANTISSA)
+_LIMIT_SHIFT: Final = (_LIMIT_EXPONENT - 1) * _MANTISSA
 
 
 class Launch(NamedTuple):
@@ -146,6 +156,89 @@ def rotate_and_cache(heads: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, valu
         HALF=half, HALF_BLOCK=triton.next_power_of_2(half), HEADS=HEADS_AT_ONCE,
     )  # fmt: skip
     return queries
+
+
+def exact_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As the reference's `rms_norm`, for any shape."""
+    if not x.numel():
+        return x
+    rows = x.reshape(-1, x.shape[-1])
+    return rms_norm(rows, weight, eps).view(x.shape)
+
+
+def round_activation(x: Tensor, group: int) -> Tensor:
+    """As `fake_quantize_activation`, bit for bit."""
+    if not x.numel():
+        return x
+    x = x.contiguous()
+    out, width = torch.empty_like(x), x.shape[-1]
+    row_groups = triton.cdiv(width, group)
+    num_groups = x.numel() // width * row_groups
+    device.round_activation_kernel[(triton.cdiv(num_groups, GROUPS_AT_ONCE),)](
+        x, out, num_groups, width, row_groups, MIN_FP8_AMAX,
+        GROUP=group, GROUP_BLOCK=triton.next_power_of_2(group), GROUPS=GROUPS_AT_ONCE, LIMIT_BITS=_LIMIT_BITS,
+        SHIFT=_LIMIT_SHIFT,
+    )  # fmt: skip
+    return out
+
+
+def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
+    """As the reference."""
+    if not x.numel():
+        return x
+    x = x.contiguous()
+    num_rows, num_heads, dim = x.shape
+    out = torch.empty_like(x)
+    device.turn_pairs_kernel[(num_rows, triton.cdiv(num_heads, HEADS_AT_ONCE))](
+        x, cos, sin, out, num_heads, -1.0 if back else 1.0,
+        DIM=dim, ROPE=2 * cos.shape[1], HALF_BLOCK=triton.next_power_of_2(dim // 2), HEADS=HEADS_AT_ONCE,
+    )  # fmt: skip
+    return out
+
+
+def stream_mixes(
+    raw: Tensor, streams: Tensor, scale: Tensor, base: Tensor, num_iters: int, eps: float, rms_eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As the reference."""
+    num_rows, n, channels = streams.shape
+    collapse, post, comb = raw.new_empty(num_rows, n), raw.new_empty(num_rows, n), raw.new_empty(num_rows, n, n)
+    if num_rows:
+        block = min(MAX_BLOCK, triton.next_power_of_2(n * channels))
+        device.stream_mixes_kernel[(num_rows,)](
+            raw.contiguous(), streams.contiguous(), scale, base, collapse, post, comb, eps, rms_eps,
+            WIDTH=n * channels, NUM_ITERS=num_iters, N=n, N_BLOCK=triton.next_power_of_2(n), BLOCK=block,
+            num_warps=_num_warps(block),
+        )  # fmt: skip
+    return collapse, post, comb
+
+
+def expand_streams(output: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """As the reference."""
+    num_rows, n, channels = streams.shape
+    out = torch.empty_like(streams, memory_format=torch.contiguous_format)
+    if num_rows:
+        block = min(MAX_BLOCK, triton.next_power_of_2(channels))
+        device.expand_streams_kernel[(num_rows, triton.cdiv(channels, block))](
+            output.contiguous(), streams.contiguous(), post, comb, out, channels,
+            N=n, N_BLOCK=triton.next_power_of_2(n), BLOCK=block,
+        )  # fmt: skip
+    return out
+
+
+def expert_linear(x: Tensor, weight: Tensor, tiles: ExpertTiles) -> Tensor:
+    """The rows of `x` by the transposed weights of their experts, `weight` [E, F, C]: [P, F] float32.
+
+    `x` [P, C] has a row for each pair, or [T, C] one for all pairs of a position. Pairs in no tile get zeros.
+    """
+    out = torch.zeros(tiles.num_pairs, weight.shape[1], device=x.device)
+    if tiles.num_pairs:
+        num_experts, width_out, width_in = weight.shape
+        device.expert_linear_kernel[(len(tiles.experts), triton.cdiv(width_out, EXPERT_COLUMNS))](
+            x.contiguous(), weight, out, tiles.pairs, tiles.experts, num_experts, width_out,
+            WIDTH_IN=width_in, PER_INPUT=tiles.num_pairs // len(x), ROWS=TILE_PAIRS, COLUMNS=EXPERT_COLUMNS,
+            INNER=EXPERT_INNER, PRECISION="ieee",
+        )  # fmt: skip
+    return out
 
 
 def _attend(

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from deepinfer_kernels import attention, half, reference
 from deepinfer_kernels.attention import Ints, PackedRows
+from deepinfer_kernels.expert_tiles import ExpertTiles
 from deepinfer_kernels.linear import TILE_ROWS, LinearWeight, linear, pack_linear
 from deepinfer_kernels.native import CACHE_DTYPE, NativeOps, NotNative
+from deepinfer_kernels.row_formats import fake_quantize_activation
 
 
 class UnknownAccelerator(ValueError):
@@ -25,6 +27,14 @@ class UnknownAccelerator(ValueError):
 
 class PlanAttention(Protocol):
     def __call__(self, rows: PackedRows, *, block_size: int, group_size: int, num_kv: int) -> Any: ...
+
+
+class TurnPairs(Protocol):
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor: ...
+
+
+class ExpertLinear(Protocol):
+    def __call__(self, x: Tensor, weight: Tensor, tiles: ExpertTiles) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,16 @@ class Ops:
     rotate_and_cache: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     silu_mul: Callable[[Tensor], Tensor]
     embedding: Callable[[Tensor, Tensor], Tensor]
+    exact_norm: Callable[[Tensor, Tensor, float], Tensor]
+    """`rms_norm` of float32 [..., C], in float32 whatever the arithmetic is."""
+    sigmoid: Callable[[Tensor], Tensor]
+    round_activation: Callable[[Tensor, int], Tensor]
+    """What FP8 leaves of float32 [..., C], with one scale for each group of so many."""
+    turn_pairs: TurnPairs
+    stream_mixes: Callable[[Tensor, Tensor, Tensor, Tensor, int, float, float], tuple[Tensor, Tensor, Tensor]]
+    expand_streams: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    expert_linear: ExpertLinear | None
+    """Products of many rows with a weight each. `None`: nothing is gained over one expert after the other."""
     plan_attention: PlanAttention
     """The plan is opaque: it goes to `paged_attention` of the same table."""
     paged_attention: Callable[[Tensor, Tensor, Tensor, Any], Tensor]
@@ -103,6 +123,13 @@ def _cpu_ops(batch_invariant: bool) -> Ops:
         rotate_and_cache=reference.rotate_and_cache,
         silu_mul=reference.silu_mul,
         embedding=reference.embedding,
+        exact_norm=reference.rms_norm,
+        sigmoid=reference.sigmoid,
+        round_activation=fake_quantize_activation,
+        turn_pairs=reference.turn_pairs,
+        stream_mixes=reference.stream_mixes,
+        expand_streams=reference.expand_streams,
+        expert_linear=None,
         plan_attention=attention.plan_attention,
         paged_attention=attention.paged_attention,
         is_flat=lambda counts: False,
@@ -186,6 +213,13 @@ def _nvidia_ops(arithmetic: str, rank: int) -> Ops:
         rotate_and_cache=nvidia.rotate_and_cache,
         silu_mul=nvidia.silu_mul,
         embedding=reference.embedding,
+        exact_norm=nvidia.exact_norm,
+        sigmoid=torch.sigmoid,
+        round_activation=nvidia.round_activation,
+        turn_pairs=nvidia.turn_pairs,
+        stream_mixes=nvidia.stream_mixes,
+        expand_streams=nvidia.expand_streams,
+        expert_linear=nvidia.expert_linear,
         plan_attention=nvidia.plan_attention,
         paged_attention=nvidia.paged_attention,
         is_flat=nvidia.is_flat,

@@ -168,3 +168,139 @@ def combine_kernel(
     places = (row * SPLITS + split)[:, None] * DIM + dim[None, :]
     acc = tl.load(parts + places, mask=is_in[:, None] & (dim < DIM)[None, :], other=0.0)
     tl.store(out + row * DIM + dim, tl.sum(acc * weight[:, None], 0) / total, mask=dim < DIM)
+
+
+@triton.jit(do_not_specialize=["num_groups"])
+def round_activation_kernel(
+    x, out, num_groups, width, row_groups, min_amax,
+    GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, GROUPS: tl.constexpr, LIMIT_BITS: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Groups of neighbours in rows of `width`, the last of a row may be short: as E4M3 keeps them, by its own scale.
+
+    The scale is a power of two, so that both products by it are exact. Not every GPU has E4M3.
+    """
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
+    column = group % row_groups * GROUP + tl.arange(0, GROUP_BLOCK)[None, :]
+    is_in = (group < num_groups) & (tl.arange(0, GROUP_BLOCK) < GROUP)[None, :] & (column < width)
+    at = group // row_groups * width + column
+    values = tl.load(x + at, mask=is_in, other=0.0)
+    amax = tl.maximum(tl.max(tl.abs(values), 1), min_amax)
+    is_finite = tl.min(tl.where(tl.abs(values) < float("inf"), 1, 0), 1) == 1
+    # In a float32's bits: up to the next power of two unless the mantissa is within the limit's, then over the limit's.
+    bits = ((amax.to(tl.int32, bitcast=True) + LIMIT_BITS) & -8388608) - SHIFT
+    scale = tl.where(is_finite, bits.to(tl.float32, bitcast=True), float("nan"))[:, None]
+    inverse = tl.where(is_finite, (0x7F000000 - bits).to(tl.float32, bitcast=True), float("nan"))[:, None]
+    quotients = values * inverse  # at most 448
+    # E4M3 steps by eighths of a power of two, by 2^-9 below 2^-6. Next to 1.5 * 2^23 of these float32 steps by as much.
+    exponent = (tl.abs(quotients).to(tl.int32, bitcast=True) >> 23) & 255
+    anchor = ((tl.maximum(exponent, 121) + 20) << 23) | 0x400000
+    anchor = anchor.to(tl.float32, bitcast=True)
+    tl.store(out + at, ((quotients + anchor) - anchor) * scale, mask=is_in)
+
+
+@triton.jit
+def turn_pairs_kernel(
+    x, cos, sin, out, num_heads, sign, DIM: tl.constexpr, ROPE: tl.constexpr, HALF_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+):  # fmt: skip
+    """Neighbours in the last `ROPE` dims of a position's heads, `HEADS` at a time, are turned; `sign` -1: back."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    pair = tl.arange(0, HALF_BLOCK)[None, :]
+    is_in = (head < num_heads) & (pair < DIM // 2)
+    at = (row * num_heads + head) * DIM + 2 * pair
+    first = tl.load(x + at, mask=is_in, other=0.0)
+    second = tl.load(x + at + 1, mask=is_in, other=0.0)
+    turned = pair - (DIM - ROPE) // 2
+    is_turned = (turned >= 0) & (pair < DIM // 2)
+    c = tl.load(cos + row * (ROPE // 2) + turned, mask=is_turned, other=1.0)
+    s = tl.load(sin + row * (ROPE // 2) + turned, mask=is_turned, other=0.0) * sign
+    tl.store(out + at, first * c - second * s, mask=is_in)
+    tl.store(out + at + 1, first * s + second * c, mask=is_in)
+
+
+@triton.jit
+def stream_mixes_kernel(
+    raw, streams, scale, base, collapse, post, comb, eps, rms_eps,
+    WIDTH: tl.constexpr, NUM_ITERS: tl.constexpr, N: tl.constexpr, N_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The mixes of one position: its numbers, and Sinkhorn's iterations on them."""
+    row = tl.program_id(0).to(tl.int64)
+    squares = tl.zeros([BLOCK], tl.float32)
+    for begin in range(0, WIDTH, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        values = tl.load(streams + row * WIDTH + at, mask=at < WIDTH, other=0.0)
+        squares += values * values
+    norm = 1.0 / tl.sqrt(tl.sum(squares, 0) / WIDTH + rms_eps)
+    stream = tl.arange(0, N_BLOCK)
+    is_in = stream < N
+    first = row * (2 * N + N * N)
+    pre = tl.load(raw + first + stream, mask=is_in, other=0.0) * norm
+    pre = pre * tl.load(scale + stream, mask=is_in, other=0.0) + tl.load(base + stream, mask=is_in, other=0.0)
+    tl.store(collapse + row * N + stream, 1.0 / (1.0 + tl.exp(-pre)) + eps, mask=is_in)
+    out = tl.load(raw + first + N + stream, mask=is_in, other=0.0) * norm
+    out = out * tl.load(scale + N + stream, mask=is_in, other=0.0) + tl.load(base + N + stream, mask=is_in, other=0.0)
+    tl.store(post + row * N + stream, 2.0 / (1.0 + tl.exp(-out)), mask=is_in)
+
+    place = stream[:, None] * N + stream[None, :]
+    is_pair = is_in[:, None] & is_in[None, :]
+    logits = tl.load(raw + first + 2 * N + place, mask=is_pair, other=0.0) * norm
+    logits = logits * tl.load(scale + 2 * N + place, mask=is_pair, other=0.0)
+    logits += tl.load(base + 2 * N + place, mask=is_pair, other=0.0)
+    logits = tl.where(is_pair, logits, float("-inf"))
+    peak = tl.where(is_in, tl.max(logits, 1), 0.0)[:, None]
+    weights = tl.where(is_pair, tl.exp(logits - peak), 0.0)
+    total = tl.where(is_in, tl.sum(weights, 1), 1.0)[:, None]
+    mixed = tl.where(is_pair, weights / total + eps, 0.0)
+    mixed = mixed / (tl.sum(mixed, 0)[None, :] + eps)
+    for _ in range(NUM_ITERS - 1):
+        mixed = mixed / (tl.sum(mixed, 1)[:, None] + eps)
+        mixed = mixed / (tl.sum(mixed, 0)[None, :] + eps)
+    tl.store(comb + row * N * N + place, mixed, mask=is_pair)
+
+
+@triton.jit
+def expand_streams_kernel(
+    output, streams, post, comb, out, width, N: tl.constexpr, N_BLOCK: tl.constexpr, BLOCK: tl.constexpr
+):
+    """All streams of one position, `BLOCK` channels."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    source = tl.arange(0, N_BLOCK)
+    is_in = (source < N)[:, None] & (at < width)[None, :]
+    values = tl.load(streams + (row * N + source[:, None]) * width + at[None, :], mask=is_in, other=0.0)
+    own = tl.load(output + row * width + at, mask=at < width, other=0.0)
+    for target in tl.static_range(N):
+        shares = tl.load(comb + row * N * N + source * N + target, mask=source < N, other=0.0)
+        total = tl.load(post + row * N + target) * own + tl.sum(shares[:, None] * values, 0)
+        tl.store(out + (row * N + target) * width + at, total, mask=at < width)
+
+
+@triton.jit
+def expert_linear_kernel(
+    x, weight, out, pairs, experts, num_experts, width_out,
+    WIDTH_IN: tl.constexpr, PER_INPUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of pairs by one expert's weight, `COLUMNS` of its outputs."""
+    expert = tl.load(experts + tl.program_id(0))
+    if expert < num_experts:
+        pair = tl.load(pairs + tl.program_id(0) * ROWS + tl.arange(0, ROWS))
+        is_pair = pair >= 0
+        source = tl.where(is_pair, pair // PER_INPUT, 0)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        is_column = column < width_out
+        own = weight + expert * width_out * WIDTH_IN
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for begin in range(0, WIDTH_IN, INNER):
+            at = begin + tl.arange(0, INNER)
+            is_at = at < WIDTH_IN
+            rows = tl.load(
+                x + source[:, None] * WIDTH_IN + at[None, :], mask=is_pair[:, None] & is_at[None, :], other=0.0
+            )
+            columns = tl.load(
+                own + column[None, :] * WIDTH_IN + at[:, None], mask=is_column[None, :] & is_at[:, None], other=0.0
+            )
+            total += tl.dot(rows, columns, input_precision=PRECISION)
+        target = out + pair[:, None] * width_out + column[None, :]
+        tl.store(target, total, mask=is_pair[:, None] & is_column[None, :])

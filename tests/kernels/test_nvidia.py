@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepinfer_kernels import Ops, PackedRows, reference, select_ops
+from deepinfer_kernels import Ops, PackedRows, expert_tiles, fake_quantize_activation, reference, select_ops
+from doubles.experts import by_expert
 from doubles.paged import Paged, rand
 
 pytestmark = pytest.mark.gpu
@@ -40,6 +41,12 @@ def ops(request: pytest.FixtureRequest) -> Ops:
         silu_mul=nvidia.silu_mul,
         plan_attention=nvidia.plan_attention,
         paged_attention=nvidia.paged_attention,
+        exact_norm=nvidia.exact_norm,
+        round_activation=nvidia.round_activation,
+        turn_pairs=nvidia.turn_pairs,
+        stream_mixes=nvidia.stream_mixes,
+        expand_streams=nvidia.expand_streams,
+        expert_linear=nvidia.expert_linear,
     )
 
 
@@ -122,3 +129,64 @@ def test_a_step_is_flat_when_its_launches_depend_on_its_size_alone() -> None:
     assert nvidia.is_flat(np.ones(300, np.int64))
     assert nvidia.is_flat(np.array([40, 1, 8]))
     assert not nvidia.is_flat(np.array([9] + [1] * 64))
+
+
+# ---- DeepSeek's, in float32 in any arithmetic
+
+
+def nearly(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found.cpu().double(), expected.double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 48), (7, 3, 80), (2, 1000), (0, 8)])
+def test_exact_norm(ops: Ops, shape: tuple[int, ...]) -> None:
+    x, weight = rand(*shape), rand(shape[-1], seed=1)
+    nearly(ops.exact_norm(x.to(ops.device), weight.to(ops.device), 1e-6), reference.rms_norm(x, weight, 1e-6))
+
+
+@pytest.mark.parametrize(("width", "group"), [(192, 32), (33, 32), (256, 128), (5, 32), (640, 64)])
+def test_rounded_activations_have_the_reference_bits(ops: Ops, width: int, group: int) -> None:
+    x = rand(40, width) * torch.exp2(rand(40, width, seed=1) * 12)
+    x[1], x[2, 0], x[3, -1], x[4, 0] = 0.0, torch.inf, torch.nan, 1e-30
+    x[5] = torch.linspace(-448, 448, width)
+    x[6] = 17.0 * torch.exp2(torch.arange(width) % 11 - 9.0)  # ties
+    found = ops.round_activation(x.to(ops.device), group).cpu()
+    expected = fake_quantize_activation(x, group)
+    assert torch.equal(found.isnan(), expected.isnan()) and expected.isnan().any()
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize(("num_heads", "dim", "rope_dim"), [(1, 64, 32), (8, 64, 32), (9, 48, 48), (3, 10, 2)])
+@pytest.mark.parametrize("back", [False, True])
+def test_turned_pairs(ops: Ops, num_heads: int, dim: int, rope_dim: int, back: bool) -> None:
+    x = rand(11, num_heads, dim)
+    cos, sin = rand(2, 11, rope_dim // 2, seed=1).unbind(0)
+    found = ops.turn_pairs(x.to(ops.device), cos.to(ops.device), sin.to(ops.device), back=back)
+    nearly(found, reference.turn_pairs(x, cos, sin, back=back))
+
+
+@pytest.mark.parametrize(("n", "channels", "num_iters"), [(4, 192, 20), (4, 1500, 3), (3, 32, 1), (1, 16, 2)])
+def test_stream_mixes_and_what_they_expand(ops: Ops, n: int, channels: int, num_iters: int) -> None:
+    streams, raw = rand(9, n, channels), 3 * rand(9, 2 * n + n * n, seed=1)
+    scale, base, output = rand(2 * n + n * n, seed=2), rand(2 * n + n * n, seed=3), rand(9, channels, seed=4)
+    settings = num_iters, 1e-6, 1e-5
+    expected = reference.stream_mixes(raw, streams, scale, base, *settings)
+    raw_on, streams_on, scale_on, base_on = (tensor.to(ops.device) for tensor in (raw, streams, scale, base))
+    found = ops.stream_mixes(raw_on, streams_on, scale_on, base_on, *settings)
+    for one, wanted in zip(found, expected, strict=True):
+        nearly(one, wanted)
+    wide = ops.expand_streams(output.to(ops.device), streams_on, found[1], found[2])
+    nearly(wide, reference.expand_streams(output, streams, expected[1], expected[2]))
+
+
+@pytest.mark.parametrize(("num_positions", "k", "num_experts"), [(1, 3, 16), (5, 2, 3), (90, 3, 16), (70, 1, 2)])
+def test_expert_linear(ops: Ops, num_positions: int, k: int, num_experts: int) -> None:
+    """Of a position, and of a pair; experts of other ranks bring zeros."""
+    experts = torch.from_numpy(np.random.default_rng(0).integers(-1, num_experts + 1, (num_positions, k)))
+    weight = rand(num_experts, 100, 72, seed=1).to(ops.dtype)
+    tiles = expert_tiles(experts.to(ops.device), num_experts)
+    for x in (rand(num_positions, 72), rand(num_positions * k, 72, seed=2)):
+        x = x.to(ops.dtype)
+        assert ops.expert_linear is not None
+        found = ops.expert_linear(x.to(ops.device), weight.to(ops.device), tiles)
+        near(ops, found, by_expert(x.float(), weight.float(), experts.flatten()))

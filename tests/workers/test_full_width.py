@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 from benchmarks.full_width import CONFIG, memory_now, run
 from deepinfer_kernels import select_ops
+from deepinfer_kernels.ops import ExpertLinear
 from deepinfer_workers.models.deepseek import moe as moe_module
 from deepinfer_workers.models.deepseek.config import DeepseekConfig
 from deepinfer_workers.models.deepseek.generator import write_model
@@ -23,6 +25,7 @@ from deepinfer_workers.models.deepseek.rank_tensors import RankTensors, experts_
 from deepinfer_workers.models.deepseek.weights import DeepseekWeights
 from deepinfer_workers.safetensors_folder import SafetensorsFolder
 from deepinfer_workers.safetensors_writer import SafetensorsWriter, Slot
+from doubles.experts import by_tiles
 from doubles.released_deepseek import v41_flash
 from doubles.tiny_deepseek import tiny_v41
 
@@ -53,11 +56,18 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def moe(folder: Path, num_ranks: int = 1, rank: int = 0, most_bytes: int | None = None) -> tuple[MoE, ExpertCache]:
+def moe(
+    folder: Path,
+    num_ranks: int = 1,
+    rank: int = 0,
+    most_bytes: int | None = None,
+    expert_linear: ExpertLinear | None = None,
+) -> tuple[MoE, ExpertCache]:
     opened = SafetensorsFolder(folder)
     config = DeepseekConfig.read(opened.metadata, "config.json")
     tensors = RankTensors(opened, config, num_ranks, rank)
-    weights = DeepseekWeights(tensors, config, select_ops("cpu", batch_invariant=True, dtype="float32"), True)
+    ops = replace(select_ops("cpu", batch_invariant=True, dtype="float32"), expert_linear=expert_linear)
+    weights = DeepseekWeights(tensors, config, ops, True)
     experts = ExpertCache(weights, most_bytes)
     return MoE(weights, f"layers.{LAYER}.ffn", experts, Routing.of_layer(weights, LAYER)), experts
 
@@ -138,6 +148,21 @@ def test_one_rank_at_full_width_stays_below_12_gib() -> None:
     assert figures["peak_gib"] <= MOST_GIB, figures
     assert figures["checkpoint_gb"] > 140 and figures["engram_rows"] > 24_000
     assert 200 < figures["experts_used"] <= 5 * 48
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("num_ranks", "rank"), [(1, 0), (2, 0), (2, 1)])
+def test_experts_at_once_are_experts_one_by_one(whole: Path, num_ranks: int, rank: int) -> None:
+    """As a GPU has them, where they fit; where not, they come one by one there, too."""
+    tokens = torch.arange(40)
+    x = torch.randn(40, 128, generator=torch.Generator().manual_seed(0))
+    expected = moe(whole, num_ranks, rank)[0].routed(x, tokens)
+    at_once, experts = moe(whole, num_ranks, rank, expert_linear=by_tiles)
+    assert (at_once.routed(x, tokens) - expected).abs().max() < 1e-6
+    assert (at_once.routed(x[:1], tokens[:1]) - expected[:1]).abs().max() < 1e-6
+    assert not experts.num_expanded
+    cramped, experts = moe(whole, num_ranks, rank, most_bytes=1 << 20, expert_linear=by_tiles)
+    assert torch.equal(cramped.routed(x, tokens), expected) and experts.num_expanded
 
 
 @torch.inference_mode()

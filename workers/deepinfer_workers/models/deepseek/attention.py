@@ -19,9 +19,9 @@ from deepinfer_workers.models.deepseek.indexer import Choice, Indexer
 from deepinfer_workers.models.deepseek.layer_caches import SourceRows
 from deepinfer_workers.models.deepseek.positions import StepPositions
 from deepinfer_workers.models.deepseek.projections import Projections
-from deepinfer_workers.models.deepseek.rope import RopeTable, Turns, turn
+from deepinfer_workers.models.deepseek.rope import RopeTable, Turns
 from deepinfer_workers.models.deepseek.selection import all_visible
-from deepinfer_workers.models.deepseek.sparse_attention import PIECE, attend, pad_keys
+from deepinfer_workers.models.deepseek.sparse_attention import attend, pad_keys, piece_size
 from deepinfer_workers.models.deepseek.weights import DeepseekWeights
 
 
@@ -39,7 +39,7 @@ class RowSource:
     def __init__(self, weights: DeepseekWeights, name: str, layer: int, table: RopeTable) -> None:
         config = weights.config
         ratio = config.ratios[layer]
-        self._table = table
+        self._ops, self._table = weights.ops, table
         self.compressor = Compressor(weights, f"{name}.compressor", config.head_dim, ratio)
         self.index_compressor: Compressor | None = None
         self._makes_keys = layer in config.index_sources
@@ -81,7 +81,7 @@ class RowSource:
     ) -> None:
         groups = positions.groups(compressor.shape, pending)
         turns = self._table.at(groups.token_positions)
-        paged.write(groups.indices, turn(rows[:, None], turns)[:, 0])
+        paged.write(groups.indices, self._ops.turn_pairs(rows[:, None], *turns)[:, 0])
 
 
 class Attention:
@@ -101,6 +101,7 @@ class Attention:
         self._indexer: Indexer | None = None
         if layer in config.index_sources:
             self._indexer = Indexer(weights, f"{name}.indexer", layer, formats.round_index_query)
+        self._piece = piece_size(weights.device, (config.window + config.index_topk) * config.head_dim)
         self._sees_all = bool(self._ratio) and config.index_source_of(layer) is None
 
     def __call__(self, x: Tensor, positions: StepPositions, window: Rings, state: StepState) -> Tensor:
@@ -140,7 +141,7 @@ class Attention:
         known = torch.cat((window.read(found.ring_slots, found.ring_places), self._window_format.round(own)))
         window.write(found.write.slots, found.write.places, own.index_select(0, found.write.kept))
         outs: list[Tensor] = []
-        for piece in torch.arange(len(own), device=own.device).split(PIECE):
+        for piece in torch.arange(len(own), device=own.device).split(self._piece):
             keys, is_hidden = known[found.index[piece]], found.is_hidden[piece]  # [t, W, D], [t, W]
             if self._ratio:
                 rows, is_padding = self._chosen(piece, positions, state)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepinfer_workers.models.deepseek.attention import Attention, StepState
 from deepinfer_workers.models.deepseek.formats import CacheFormats
-from deepinfer_workers.models.deepseek.hyper import HyperConnection, Mixes, collapse, expand
+from deepinfer_workers.models.deepseek.hyper import HyperConnection, Mixes, collapse
 from deepinfer_workers.models.deepseek.layer_caches import LayerCaches
 from deepinfer_workers.models.deepseek.moe import ExpertCache, MoE, Routing
 from deepinfer_workers.models.deepseek.positions import StepPositions
@@ -54,6 +54,7 @@ class Sublayers:
     """All of a layer but its attention: how the streams are read and written, and the experts."""
 
     def __init__(self, weights: DeepseekWeights, name: str, experts: ExpertCache, routing: Routing) -> None:
+        self._ops = weights.ops
         self._reads_ahead = weights.config.family == "v4.1"
         self._attention_mixes = HyperConnection(weights, f"{name}.hc_attn")
         self._ffn_mixes = HyperConnection(weights, f"{name}.hc_ffn")
@@ -74,11 +75,12 @@ class Sublayers:
         """
         x, mixes = self.read(streams) if known is None else known
         mixes = self._attention_mixes.mixes(streams.values) if mixes is None else mixes
-        values = expand(attend(x), streams.values, mixes)
+        values = self._ops.expand_streams(attend(x), streams.values, mixes.post, mixes.comb)
         ffn_mixes = self._ffn_mixes.mixes(values)
         shares = mixes.collapse if self._reads_ahead else ffn_mixes.collapse
         x = self._ffn_norm(collapse(shares, values))
-        return Streams(expand(self._moe(x, tokens), values, ffn_mixes), ffn_mixes.collapse)
+        values = self._ops.expand_streams(self._moe(x, tokens), values, ffn_mixes.post, ffn_mixes.comb)
+        return Streams(values, ffn_mixes.collapse)
 
     def read(self, streams: Streams) -> AttentionInput:
         mixes = None if self._reads_ahead else self._attention_mixes.mixes(streams.values)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepinfer_kernels import LinearWeight, sigmoid
+from deepinfer_kernels import LinearWeight
 from deepinfer_workers.batch import Ints
 from deepinfer_workers.models.deepseek.block import Streams, Sublayers, enter
 from deepinfer_workers.models.deepseek.caches import Rings
@@ -132,7 +132,7 @@ class DsparkDrafter:
         """Of the same places, [R] float32: how probably the draft there is accepted, if all before it are."""
         if not len(hidden):
             return hidden.new_empty(0)
-        return sigmoid(self._confidence(torch.cat((hidden, self._markov.embed(previous)), -1))[:, 0])
+        return self._ops.sigmoid(self._confidence(torch.cat((hidden, self._markov.embed(previous)), -1))[:, 0])
 
     def _blocks(self, slots: Ints, anchors: Tensor) -> DraftBlocks:
         device, window = anchors.device, self._config.window

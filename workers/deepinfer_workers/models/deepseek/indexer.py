@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from deepinfer_workers.models.deepseek.rope import Turns, turn
+from deepinfer_workers.models.deepseek.rope import Turns
 from deepinfer_workers.models.deepseek.selection import all_visible, best_blocks, best_rows, keep_blocks, stacked
 from deepinfer_workers.models.deepseek.sparse_attention import KEY_TILE, PIECE
 from deepinfer_workers.models.deepseek.weights import DeepseekWeights
@@ -46,6 +46,7 @@ class Indexer:
         self._config = config
         self._publishes = layer == config.candidate_source
         self._round = round_query
+        self._ops = weights.ops
         self._wq = weights.linear(f"{name}.wq_b")  # [h * d, Q]
         self._weights = weights.plain_linear(f"{name}.weights_proj.weight")  # [h, C]
         self._scale = config.index_dim**-0.5 * config.index_heads**-0.5
@@ -70,7 +71,7 @@ class Indexer:
         if self._takes_all(most_visible, is_bounded):
             return Choice(all_visible(num_visible), blocks)
         queries = self._wq(latent).unflatten(1, (config.index_heads, config.index_dim))
-        queries = self._round(turn(queries, turns))  # [T, h, d]
+        queries = self._round(self._ops.turn_pairs(queries, *turns))  # [T, h, d]
         weights = self._weights(x) * self._scale  # [T, h]
         rows: list[Tensor] = []
         published: list[Tensor] = []

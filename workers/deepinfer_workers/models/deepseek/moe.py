@@ -6,13 +6,14 @@ Legend: `T` positions, `C` channels, `E` experts, `k` experts a token, `F` exper
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from deepinfer_kernels import sigmoid
+from deepinfer_kernels import ExpertTiles, expert_tiles
 from deepinfer_workers.device_memory import free_bytes
 from deepinfer_workers.models.deepseek.weights import DeepseekWeights, Linear
 
@@ -25,6 +26,17 @@ class ExpertWeights(NamedTuple):
     gate: Linear  # w1: [T, C] to [T, F]
     up: Linear  # w3
     down: Linear  # w2: [T, F] to [T, C]
+
+
+class StackedExperts(NamedTuple):
+    """All of a rank's experts of one layer, where the device multiplies by many of them at once. `P` as in
+    `ExpertTiles`."""
+
+    own: range
+    gate_up: Callable[[Tensor, ExpertTiles], Tensor]
+    """w1 and w3: [T, C] to [P, 2F]."""
+    down: Callable[[Tensor, ExpertTiles], Tensor]
+    """w2: [P, F] to [P, C]."""
 
 
 class ExpertCache:
@@ -60,6 +72,26 @@ class ExpertCache:
             self._experts[name] = expert
         return expert
 
+    def stack(self, name: str, own: range) -> StackedExperts | None:
+        """Those whose tensors' names begin with `name`, for as long as the caller keeps them.
+
+        `None` where the device does nothing for many at once, has no room for those of all layers, or where not all of
+        them are stored in one way.
+        """
+        if self._weights.ops.expert_linear is None:
+            return None
+        if self._most is None:
+            self._most = self._find_most()
+        if self._most < self._num_all():
+            return None
+        return stack_experts(self._weights, name, own)
+
+    def _num_all(self) -> int:
+        """Of all layers and stages, on this rank."""
+        config, tensors = self._weights.config, self._weights.tensors
+        num_drafting = config.num_stages * len(tensors.draft_experts) if config.dspark is not None else 0
+        return config.num_layers * len(tensors.experts) + num_drafting
+
     def _find_most(self) -> int:
         config, ops, own = self._weights.config, self._weights.ops, self._weights.tensors.experts
         most_bytes = self._most_bytes
@@ -91,6 +123,28 @@ class Routing(NamedTuple):
 
 def read_expert(weights: DeepseekWeights, name: str) -> ExpertWeights:
     return ExpertWeights(*(weights.linear(f"{name}.{part}") for part in ("w1", "w3", "w2")))
+
+
+def stack_experts(weights: DeepseekWeights, name: str, own: range) -> StackedExperts | None:
+    """Read one by one: as a whole they are of the operations' dtype alone. `None`: some are quantised, and some not."""
+    config, ops = weights.config, weights.ops
+    width, channels = config.expert_width, config.hidden_size
+    gate_up = torch.empty(len(own), 2 * width, channels, dtype=ops.dtype, device=ops.device)
+    down = torch.empty(len(own), channels, width, dtype=ops.dtype, device=ops.device)
+    are_quantized: set[bool] = set()
+    for place, expert in enumerate(own):
+        for part, target in (
+            ("w1", gate_up[place, :width]), ("w3", gate_up[place, width:]), ("w2", down[place])
+        ):  # fmt: skip
+            values, is_quantized = weights.matrix(f"{name}.{expert}.{part}")
+            target.copy_(values)
+            are_quantized.add(is_quantized)
+    if len(are_quantized) > 1:
+        return None
+    quantizes = True in are_quantized
+    return StackedExperts(
+        own, weights.expert_product(gate_up, quantizes=quantizes), weights.expert_product(down, quantizes=quantizes)
+    )
 
 
 class Gate:
@@ -145,6 +199,9 @@ class MoE:
         self._shared = read_expert(weights, f"{name}.shared_experts")
         self._experts = experts
         self._own = routing.own
+        self._sigmoid = weights.ops.sigmoid
+        self._stacked: StackedExperts | None = None
+        self._has_asked = False  # for them: what is free is known at the first step
 
     def __call__(self, x: Tensor, tokens: Tensor) -> Tensor:
         """`x` [T, C]: [T, C], the shared expert added last."""
@@ -153,6 +210,10 @@ class MoE:
     def routed(self, x: Tensor, tokens: Tensor) -> Tensor:
         """The part of this rank's experts, [T, C]. Those of a token are added up in the order of their numbers."""
         experts, shares = self._gate.route(x, tokens)
+        if not self._has_asked:
+            self._stacked, self._has_asked = self._experts.stack(f"{self._name}.experts", self._own), True
+        if self._stacked is not None:
+            return self._at_once(self._stacked, x, experts, shares)
         total = torch.zeros_like(x)
         chosen = experts.cpu().numpy()
         for expert in np.unique(chosen).tolist():
@@ -164,16 +225,28 @@ class MoE:
             total.index_add_(0, rows, out)
         return total
 
+    def _at_once(self, stacked: StackedExperts, x: Tensor, experts: Tensor, shares: Tensor) -> Tensor:
+        """Without a look at who goes where: nothing waits for the device."""
+        experts, order = experts.sort(-1)
+        tiles = expert_tiles(experts - stacked.own.start, len(stacked.own))
+        gate, up = stacked.gate_up(x, tiles).chunk(2, -1)
+        inner = self._inner(gate, up, shares.gather(1, order).view(-1, 1))
+        total: Tensor = stacked.down(inner, tiles).unflatten(0, experts.shape).sum(1)
+        return total
+
     def shared(self, x: Tensor) -> Tensor:
         """The part of the shared expert, [T, C]."""
         return self._run(self._shared, x, None)
 
     def _run(self, expert: ExpertWeights, x: Tensor, share: Tensor | None) -> Tensor:
         """`share` [T, 1] goes in before the last product."""
-        gate = expert.gate(x).clamp(max=self._limit)
-        up = expert.up(x).clamp(-self._limit, self._limit)
-        inner = gate * sigmoid(gate) * up
-        return expert.down(inner if share is None else inner * share)
+        return expert.down(self._inner(expert.gate(x), expert.up(x), share))
+
+    def _inner(self, gate: Tensor, up: Tensor, share: Tensor | None) -> Tensor:
+        """What goes into the last product."""
+        gate, up = gate.clamp(max=self._limit), up.clamp(-self._limit, self._limit)
+        inner = gate * self._sigmoid(gate) * up
+        return inner if share is None else inner * share
 
 
 def _expert_table(weights: DeepseekWeights, name: str) -> Tensor:

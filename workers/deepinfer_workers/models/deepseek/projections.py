@@ -10,14 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepinfer_kernels import rms_norm
-from deepinfer_workers.models.deepseek.rope import Turns, turn
+from deepinfer_workers.models.deepseek.rope import Turns
 from deepinfer_workers.models.deepseek.weights import DeepseekWeights
 
 
 class Projections:
     def __init__(self, weights: DeepseekWeights, name: str) -> None:
         self._config = config = weights.config
+        self._ops = weights.ops
         self._wq_a, self._wq_b = weights.linear(f"{name}.wq_a"), weights.linear(f"{name}.wq_b")
         self._q_norm = weights.norm(f"{name}.q_norm")
         self._wkv, self._kv_norm = weights.linear(f"{name}.wkv"), weights.norm(f"{name}.kv_norm")
@@ -37,14 +37,15 @@ class Projections:
         config = self._config
         queries = self._wq_b(latent).unflatten(1, (config.num_heads, config.head_dim))
         if self._head_norm is not None:
-            queries = rms_norm(queries, self._head_norm, config.rms_eps)
-        return turn(queries, turns)
+            queries = self._ops.exact_norm(queries, self._head_norm, config.rms_eps)
+        return self._ops.turn_pairs(queries, *turns)
 
     def keys(self, x: Tensor, turns: Turns) -> Tensor:
         """Of `x` [T, C], turned and not rounded: [T, D]."""
-        return turn(self._kv_norm(self._wkv(x))[:, None], turns)[:, 0]
+        return self._ops.turn_pairs(self._kv_norm(self._wkv(x))[:, None], *turns)[:, 0]
 
     def output(self, out: Tensor, turns: Turns) -> Tensor:
         """`out` [T, H, D], which is turned back: [T, C]."""
-        groups = turn(out, turns, back=True).flatten(1).chunk(len(self._wo_a), 1)  # [T, H * D / groups] each
+        turned = self._ops.turn_pairs(out, *turns, back=True)
+        groups = turned.flatten(1).chunk(len(self._wo_a), 1)  # [T, H * D / groups] each
         return self._wo_b(torch.cat([linear(group) for linear, group in zip(self._wo_a, groups, strict=True)], 1))

@@ -1,6 +1,6 @@
 """Rotary position embedding on the last dims of a head, over adjacent pairs. Knows nothing of layers.
 
-Legend: `T` positions, `N` heads of any kind, `D` head dim, `R` turned dims.
+Legend: `T` positions, `R` turned dims.
 """
 
 from __future__ import annotations
@@ -54,15 +54,3 @@ def frequencies(theta: float, rope_dim: int, yarn: Yarn | None) -> Tensor:
 def _pair_of(num_turns: float, theta: float, rope_dim: int, yarn: Yarn) -> float:
     """The pair of dims that makes this many turns in the original context."""
     return rope_dim * log(yarn.original_len / (num_turns * 2 * pi)) / (2 * log(theta))
-
-
-def turn(x: Tensor, turns: Turns, *, back: bool = False) -> Tensor:
-    """`x` [T, N, D] with its last R dims turned, or turned back: [T, N, D]."""
-    rope_dim = 2 * turns.cos.shape[1]
-    head, tail = x.split((x.shape[-1] - rope_dim, rope_dim), -1)
-    first, second = tail.unflatten(-1, (-1, 2)).unbind(-1)  # [T, N, R / 2] each
-    cos, sin = turns.cos[:, None], turns.sin[:, None]  # [T, 1, R / 2]
-    if back:
-        sin = -sin
-    turned = torch.stack((first * cos - second * sin, first * sin + second * cos), -1)
-    return torch.cat((head, turned.flatten(-2)), -1)

@@ -17,6 +17,13 @@ from torch import Tensor
 KEY_TILE: Final = 64
 PIECE: Final = 64
 """Positions at a time: bounds what is gathered, and has no influence on bits."""
+MOST_GATHERED: Final = 1 << 26
+"""Numbers at a time on a GPU, where every launch counts."""
+
+
+def piece_size(device: torch.device, numbers: int) -> int:
+    """Positions at a time, where each gathers up to so many `numbers`."""
+    return PIECE if device.type == "cpu" else max(PIECE, MOST_GATHERED // numbers)
 
 
 def pad_keys(index: Tensor, is_hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from deepinfer_kernels import (
+    ExpertTiles,
     LinearWeight,
     Ops,
     dequantize_fp4,
     dequantize_fp8_blocks,
-    fake_quantize_activation,
-    rms_norm,
 )
 from deepinfer_workers.checkpoint import bad_file
 from deepinfer_workers.models.deepseek.config import DeepseekConfig
@@ -67,7 +66,7 @@ class DeepseekWeights:
     def norm(self, name: str) -> Norm:
         """By the root mean square, in float32 whatever products are computed in."""
         weight, eps = self.plain(f"{name}.weight"), self.config.rms_eps
-        return lambda x: rms_norm(x, weight, eps)
+        return lambda x: self.ops.exact_norm(x, weight, eps)
 
     def plain_linear(self, name: str) -> Linear:
         """A product whose weight `name` is stored in F32 or BF16: in float32 whatever other products are computed in.
@@ -90,14 +89,23 @@ class DeepseekWeights:
 
     def product(self, weight: Tensor, *, quantizes: bool) -> Linear:
         """A product with `weight` [out, in] float32, whose input is rounded to FP8 before if asked."""
-        packed, dtype = self.ops.pack_linear(weight), self.ops.dtype
-        rounds = quantizes and self._quantizes_activations
+        packed = self.ops.pack_linear(weight)
+        return lambda x: self.ops.linear(self._input(x, quantizes), packed).to(torch.float32)
 
-        def run(x: Tensor) -> Tensor:
-            x = fake_quantize_activation(x, self.config.scale_block) if rounds else x
-            return self.ops.linear(x.to(dtype), packed).to(torch.float32)
+    def expert_product(self, weight: Tensor, *, quantizes: bool) -> Callable[[Tensor, ExpertTiles], Tensor]:
+        """Products with a `weight` [E, out, in] for each expert, as `ops.expert_linear` has them, which must be there.
 
-        return run
+        `weight` is of the operations' dtype.
+        """
+        multiply = self.ops.expert_linear
+        assert multiply is not None
+        return lambda x, tiles: multiply(self._input(x, quantizes), weight, tiles)
+
+    def _input(self, x: Tensor, quantizes: bool) -> Tensor:
+        """What of `x` [T, in] a product sees."""
+        if quantizes and self._quantizes_activations:
+            x = self.ops.round_activation(x, self.config.scale_block)
+        return x.to(self.ops.dtype)
 
     def matrix(self, name: str) -> tuple[Tensor, bool]:
         """`name`.weight [out, in] in float32, and whether it is stored quantised. Raises `WorkerFault`."""
