@@ -162,7 +162,7 @@ def exact_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As the reference's `rms_norm`, for any shape."""
     if not x.numel():
         return x
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.contiguous().view(-1, x.shape[-1])
     return rms_norm(rows, weight, eps).view(x.shape)
 
 

@@ -165,6 +165,7 @@ async def test_a_share_of_all_answers_are_those_without_drafts() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.asyncio(loop_factories=["uvloop"])
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("case", EVERY, ids=str)
 async def test_all_answers_are_those_without_drafts(case: Case) -> None:
