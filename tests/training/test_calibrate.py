@@ -104,7 +104,7 @@ def test_only_the_confidence_head_is_fitted(
     assert log["fitted"] == sum(place["num_drafts"] for place in log["after"]) > 0
 
     def gap(when: str) -> float:
-        return sum(place["num_drafts"] * abs(place["confidence"] - place["acceptance"]) for place in log[when])
+        return float(sum(each["num_drafts"] * abs(each["confidence"] - each["acceptance"]) for each in log[when]))
 
     assert gap("after") < gap("before")
 
