@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,15 +20,9 @@ from examples.train_nano.parameters import Weights, draft_parameters, initial
 from examples.train_nano.tensor_parts import read_parts, write_parts
 from training.nano import CPU, VOCAB_SIZE, prepared, tiny_config
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 HEAD = "mtp.2.confidence_head.proj.weight"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -23,20 +23,13 @@ from doubles.deepseek_sequences import DRAFTING, PLAIN, Drafted, Sequences, rand
 from doubles.tiny_deepseek import tiny_v4, tiny_v41
 from doubles.tiny_llama import TinyLlama
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCAB: Final = 512
 WINDOW: Final = 16
 BLOCK: Final = 5
 KEEP: Final = WINDOW + BLOCK + 1
 FAMILIES: Final = {"v4.1": (tiny_v41, DRAFTING, 256), "v4": (tiny_v4, DRAFTING._replace(block_size=128), 384)}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Products this small are done before a second thread has woken up."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
