@@ -115,7 +115,7 @@ def from_client() -> dict[str, ClientMessage]:
         skip_reading_prefix_cache=True,
         detokenize=False,
     )
-    talk = [
+    talk: list[dict[str, Any]] = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "Wie ist das Wetter in Köln?"}]},
         {

@@ -13,13 +13,19 @@ import msgspec
 
 from deepinfer_protocol.client.codes import TEXTS, ErrorCode
 from deepinfer_protocol.client.limits import MAX_FRAME_BYTES, MAX_HELLO_BYTES, MAX_NAME_CHARACTERS
-from deepinfer_protocol.client.messages import ClientMessage, Delta, Hello, ServerMessage, Submit
+from deepinfer_protocol.client.messages import ClientMessage, Delta, Hello, Id, ServerMessage, Submit
 from deepinfer_protocol.client.structure import StructureError, read_kind
 from deepinfer_protocol.errors import ProtocolError
 
 M = TypeVar("M")
 
+
+class _Head(msgspec.Struct):
+    id: Id
+
+
 _encoder = msgspec.msgpack.Encoder()
+_head_decoder = msgspec.msgpack.Decoder(_Head)
 _client_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ClientMessage)
 _server_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ServerMessage)
 _CLIENT_KINDS: Final = frozenset(kind.__struct_config__.tag for kind in get_args(ClientMessage))
@@ -36,6 +42,8 @@ class WireError(ProtocolError):
         super().__init__(f"{TEXTS[code]}: {detail}")
         self.code = code
         self.field = field[:MAX_NAME_CHARACTERS]
+        self.id = ""
+        """Of the request that the frame was to make, where that can be read."""
 
 
 def encode(message: ClientMessage | ServerMessage) -> bytes:
@@ -59,10 +67,14 @@ def decode_hello(frame: bytes) -> Hello:
 
 def decode_client(frame: bytes) -> ClientMessage:
     """What a client sent. Raises `WireError`."""
-    message: ClientMessage = _decode_kind(_client_decoder, frame, _CLIENT_KINDS)
-    if isinstance(message, Submit):
-        _check_submit(message)
-    elif isinstance(message, Hello) and message.min_version > message.max_version:
+    try:
+        message: ClientMessage = _decode_kind(_client_decoder, frame, _CLIENT_KINDS)
+        if isinstance(message, Submit):
+            _check_submit(message)
+    except WireError as error:
+        error.id = _request_id(frame)
+        raise
+    if isinstance(message, Hello) and message.min_version > message.max_version:
         raise WireError(ErrorCode.E_DECODE, "the lowest version is above the highest", "min_version")
     return message
 
@@ -75,6 +87,14 @@ def decode_server(frame: bytes) -> ServerMessage:
         if message.logprobs is not None and 4 * len(message.logprobs) != len(message.token_ids):
             raise WireError(ErrorCode.E_DECODE, "tokens and logprobs differ in number", "logprobs")
     return message
+
+
+def _request_id(frame: bytes) -> str:
+    """Of a SUBMIT that cannot be read as a whole; empty where nothing can."""
+    try:
+        return _head_decoder.decode(frame).id if read_kind(frame) == "submit" else ""
+    except (StructureError, msgspec.DecodeError):
+        return ""
 
 
 def _kind(frame: bytes) -> str:

@@ -59,7 +59,7 @@ class FromServer(Struct, frozen=True, omit_defaults=True, tag_field="kind", gc=F
 # ---- from a client
 
 
-class Hello(FromClient, tag="hello", forbid_unknown_fields=False):
+class Hello(FromClient, frozen=True, tag="hello", forbid_unknown_fields=False):
     """The first message of a connection."""
 
     min_version: Version
@@ -72,7 +72,7 @@ class Hello(FromClient, tag="hello", forbid_unknown_fields=False):
     """Where a server asks for one."""
 
 
-class Submit(FromClient, tag="submit"):
+class Submit(FromClient, frozen=True, tag="submit"):
     """A request. Exactly one of `prompt`, `token_ids` and `messages` is given."""
 
     id: Id
@@ -98,13 +98,13 @@ class Submit(FromClient, tag="submit"):
     """Tokens that may be sent before the first `Credit`."""
 
 
-class Cancel(FromClient, tag="cancel"):
+class Cancel(FromClient, frozen=True, tag="cancel"):
     """End a stream. Always answered by a `Finish`."""
 
     id: Id
 
 
-class Grant(FromClient, tag="credit"):
+class Grant(FromClient, frozen=True, tag="credit"):
     """How far a stream may go, and how far it has been received. Both only ever grow; lower ones change nothing."""
 
     id: Id
@@ -114,7 +114,7 @@ class Grant(FromClient, tag="credit"):
     """Every `Delta` with a lower `seq` has been received."""
 
 
-class Resume(FromClient, tag="resume"):
+class Resume(FromClient, frozen=True, tag="resume"):
     """Send again what was not received, and go on."""
 
     id: Id
@@ -124,13 +124,13 @@ class Resume(FromClient, tag="resume"):
     """As in `Grant`."""
 
 
-class Ping(FromClient, tag="ping"):
+class Ping(FromClient, frozen=True, tag="ping"):
     """Answered by a `Pong` with the same `nonce`."""
 
     nonce: Int = 0
 
 
-class Bye(FromClient, tag="bye"):
+class Bye(FromClient, frozen=True, tag="bye"):
     """The session is over: its streams are ended and forgotten."""
 
 
@@ -153,7 +153,7 @@ class Limits(Struct, frozen=True, omit_defaults=True, gc=False):
     """A connection that was silent for so long is lost."""
 
 
-class Welcome(FromServer, tag="welcome"):
+class Welcome(FromServer, frozen=True, tag="welcome"):
     """A connection may be used from here on."""
 
     version: Version
@@ -173,7 +173,7 @@ class Welcome(FromServer, tag="welcome"):
     """`messages` can be given."""
 
 
-class Reject(FromServer, tag="reject"):
+class Reject(FromServer, frozen=True, tag="reject"):
     """The answer to a `Hello` that cannot be welcomed."""
 
     code: Count
@@ -196,7 +196,7 @@ class Logprob(Struct, frozen=True, array_like=True, gc=False):
     """Best first."""
 
 
-class Delta(FromServer, tag="delta"):
+class Delta(FromServer, frozen=True, tag="delta"):
     """What is new of one sample."""
 
     id: Id
@@ -233,7 +233,7 @@ class Timings(Struct, frozen=True, omit_defaults=True, gc=False):
     total_us: Int = 0
 
 
-class Finish(FromServer, tag="finish"):
+class Finish(FromServer, frozen=True, tag="finish"):
     """The last message of a stream that did not fail."""
 
     id: Id
@@ -245,7 +245,7 @@ class Finish(FromServer, tag="finish"):
     timings: Timings = field(default_factory=Timings)
 
 
-class Error(FromServer, tag="error"):
+class Error(FromServer, frozen=True, tag="error"):
     """With an `id`: the last message of that stream. Without: a message was not understood, and changed nothing."""
 
     code: Count
@@ -266,7 +266,7 @@ class Error(FromServer, tag="error"):
         return cls(id=id, code=int(code), name=code.name, text=TEXTS[code], retryable=code in RETRYABLE, **more)
 
 
-class Pong(FromServer, tag="pong"):
+class Pong(FromServer, frozen=True, tag="pong"):
     """The server's loop lives; a growing `steps` says that its engine does, too."""
 
     nonce: Int = 0
@@ -277,7 +277,7 @@ class Pong(FromServer, tag="pong"):
     """Requests."""
 
 
-class GoAway(FromServer, tag="goaway"):
+class GoAway(FromServer, frozen=True, tag="goaway"):
     """No further request is taken. Open streams have so long to end."""
 
     deadline_ms: Millis = 0
