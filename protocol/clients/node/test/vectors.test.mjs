@@ -32,11 +32,7 @@ function hasWholeFloat(value) {
   return /"(temperature|top_p|logit_bias|logprobs|repetition_penalty)"/.test(text);
 }
 
-test('the file is of the version that is spoken', () => {
-  assert.equal(head.wire, 'client');
-  assert.equal(head.version, 1);
-  assert.ok(vectors.length >= 300);
-});
+assert.deepEqual(head, { wire: 'client', version: 1 });
 
 for (const vector of vectors) {
   test(`${vector.from}: ${vector.name}`, () => {

@@ -1,0 +1,197 @@
+"""Clients in other languages, against the golden frames and against a server: every token once, and every end told."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import threading
+import time
+from itertools import groupby
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import pytest
+
+from clients.conftest import Server, start_server, stop_server
+from clients.programs import Programs
+from clients.proxy import Proxy
+from deepinfer.wire.keys import read_pair, write_keys
+from protocol.client_frames import GOLDEN
+
+TIMEOUT_S: Final = 60.0
+PROMPT: Final = "1,2,3"
+
+
+class Delta(NamedTuple):
+    sample: int
+    first: int
+    token_ids: list[int]
+    reason: str
+
+
+class Told(NamedTuple):
+    """What a probe printed."""
+
+    deltas: list[Delta]
+    end: list[str]
+    num_reconnects: int
+
+    def tokens(self, sample: int = 0) -> list[int]:
+        """In order; each must be where it says that it is."""
+        tokens: list[int] = []
+        for delta in self.deltas:
+            if delta.sample == sample:
+                assert delta.first == len(tokens), "a token is lost or doubled"
+                tokens += delta.token_ids
+        return tokens
+
+
+def read(output: str) -> Told:
+    deltas: list[Delta] = []
+    end: list[str] = []
+    num_reconnects = 0
+    for line in output.splitlines():
+        word, *rest = line.split()
+        if word == "delta":
+            sample, index, ids, reason = rest
+            token_ids = [] if ids == "-" else [int(token_id) for token_id in ids.split(",")]
+            deltas.append(Delta(int(sample), int(index), token_ids, reason))
+        elif word == "reconnects":
+            num_reconnects = int(rest[0])
+        else:
+            end = [word, *rest]
+    return Told(deltas, end, num_reconnects)
+
+
+def probe(programs: Programs, url: str, max_tokens: int, *options: str) -> Told:
+    command = [*programs.probe, url, PROMPT, str(max_tokens), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    return read(done.stdout)
+
+
+def test_every_golden_frame(programs: Programs) -> None:
+    done = subprocess.run(programs.vectors, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+    num_frames = len(GOLDEN.read_text(encoding="utf-8").splitlines()) - 1
+    assert re.search(rf"\b(pass {num_frames}|{num_frames} passed, 0 failed)\b", done.stdout), done.stdout[-300:]
+
+
+def test_a_stream_over_tcp(programs: Programs, server: Server) -> None:
+    told = probe(programs, server.url, 300)
+    assert len(told.tokens()) == 300
+    assert told.deltas[-1].reason == "length"
+    assert told.end == ["finish", "length", "3", "300"]
+    assert probe(programs, server.url, 300).tokens() == told.tokens()
+
+
+def test_a_stream_over_ipc(programs: Programs, server: Server, home: Path) -> None:
+    home.chmod(0o700)
+    other = start_server(home, listen=f"ipc://{home}/s")
+    try:
+        told = probe(programs, other.url, 50)
+    finally:
+        stop_server(other.process)
+    assert told.tokens() == probe(programs, server.url, 50).tokens()
+
+
+def test_samples(programs: Programs, server: Server) -> None:
+    told = probe(programs, server.url, 40, "n=3", "temperature=1.0")
+    assert [len(told.tokens(sample)) for sample in range(3)] == [40, 40, 40]
+    assert told.end == ["finish", "length", "3", "120"]
+
+
+def test_cancelling(programs: Programs, server: Server) -> None:
+    began = time.monotonic()
+    told = probe(programs, server.url, 30_000, "cancel_after=50")
+    assert 50 <= len(told.tokens()) < 1000
+    assert told.end[:3] == ["finish", "abort", "3"] and 50 <= int(told.end[3]) < 5000
+    assert time.monotonic() - began < 10.0
+
+
+def test_a_slow_reader_has_its_window_and_all_tokens(programs: Programs, server: Server) -> None:
+    told = probe(programs, server.url, 300, "window=16", "delay_ms=2")
+    assert told.tokens() == probe(programs, server.url, 300).tokens()
+    assert told.end == ["finish", "length", "3", "300"]
+
+
+def test_a_refusal_names_the_field(programs: Programs, server: Server) -> None:
+    assert probe(programs, server.url, 10, "temperature=-1").end == ["error", "10", "temperature"]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 5.0])
+def test_a_cut_in_the_middle(programs: Programs, server: Server, seconds: float) -> None:
+    whole = probe(programs, server.url, 2000).tokens()
+    with Proxy(server.port) as proxy:
+        command = [*programs.probe, f"tcp://127.0.0.1:{proxy.port}", PROMPT, "2000"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            first = [process.stdout.readline() for _ in range(100)]
+            proxy.cut()
+            time.sleep(seconds)
+            proxy.mend()
+            rest, _ = process.communicate(timeout=TIMEOUT_S)
+    told = read("".join(first) + rest)
+    assert told.tokens() == whole
+    assert told.end == ["finish", "length", "3", "2000"]
+    assert told.num_reconnects >= 1
+
+
+def test_a_server_that_is_started_anew_has_lost_the_stream(programs: Programs, home: Path) -> None:
+    first = start_server(home)
+    with Proxy(first.port) as proxy:
+        command = [*programs.probe, f"tcp://127.0.0.1:{proxy.port}", PROMPT, "30000"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            lines = [process.stdout.readline() for _ in range(100)]
+            proxy.cut()
+            first.process.kill()
+            stop_server(first.process)
+            second = start_server(home, listen=f"tcp://127.0.0.1:{first.port}")
+            try:
+                proxy.mend()
+                rest, _ = process.communicate(timeout=TIMEOUT_S)
+            finally:
+                stop_server(second.process)
+    told = read("".join(lines) + rest)
+    assert told.end == ["error", "lost", "-"]
+    assert [key for key, _ in groupby(told.tokens())]  # those that came are in order
+
+
+def test_only_a_client_with_keys_is_heard(programs: Programs, home: Path) -> None:
+    _, server_secret = write_keys(home / "server", "server")
+    public, secret = write_keys(home / "allowed", "client")
+    secret.rename(home / "client.key_secret")
+    own, theirs = read_pair(home / "client.key_secret"), read_pair(server_secret)
+    keys = [
+        f"server_key={theirs.public.decode()}",
+        f"public_key={own.public.decode()}",
+        f"secret_key={own.secret.decode()}",
+    ]
+    server = start_server(home, "--key", str(server_secret), "--clients", str(public.parent))
+    try:
+        assert len(probe(programs, server.url, 20, *keys).tokens()) == 20
+        assert probe(programs, server.url, 20, "timeout_ms=500").end == ["error", "lost", "-"]
+    finally:
+        stop_server(server.process)
+
+
+def test_a_wrong_token_is_rejected(programs: Programs, home: Path) -> None:
+    (home / "token").write_text("sesame", encoding="utf-8")
+    server = start_server(home, "--token-file", str(home / "token"))
+    try:
+        assert len(probe(programs, server.url, 20, "token=sesame").tokens()) == 20
+        assert probe(programs, server.url, 20, "token=wrong").end == ["error", "3", "-"]
+    finally:
+        stop_server(server.process)
+
+
+def test_many_at_once(programs: Programs, server: Server) -> None:
+    expected = probe(programs, server.url, 100).tokens()
+    got: list[list[int]] = []
+    threads = [threading.Thread(target=lambda: got.append(probe(programs, server.url, 100).tokens())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == [expected] * 4
