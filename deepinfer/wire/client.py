@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 import zmq
+from msgspec.structs import replace
 
 from deepinfer.errors import ConfigError, ConnectionLost, DeepInferError, EngineClosed, InvalidRequest, WrongLoop
 from deepinfer.home import call_threadsafe
@@ -204,8 +205,7 @@ class Client:
             self._check_usable()
             submit = self._submit(id, rename_options(options, elsewhere) if elsewhere else options)
             mailbox.loop, mailbox.num_unfinished = self._loop, submit.sampling.n
-            self._session.submit(submit, mailbox)
-            self._flush()
+            self._send_submit(submit, mailbox)
             abort = partial(self._soon, partial(self._cancel, id))
             resume = partial(self._soon, partial(self._grant, id))
         except WireError as error:
@@ -263,6 +263,13 @@ class Client:
             raise WrongLoop("this client belongs to the loop that opened it")
         self._raise_rejection()
 
+    def _send_submit(self, submit: Submit, mailbox: Mailbox) -> None:
+        try:
+            self._session.submit(submit, mailbox)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:  # of something inside it
+            raise InvalidRequest("request", f"cannot be written as msgpack: {error}") from None
+        self._flush()
+
     def _submit(self, id: str, options: Mapping[str, Any]) -> Submit:
         """Raises `InvalidRequest` for what cannot be written; the rest is the server's to refuse."""
         prompt, params = options["prompt"], options["params"]
@@ -280,7 +287,7 @@ class Client:
                 prompt=prompt if isinstance(prompt, str) else None,
                 token_ids=None if prompt is None or isinstance(prompt, str) else _packed(prompt),
                 messages=None if options["messages"] is None else [dict(message) for message in options["messages"]],
-                sampling=params or SamplingParams(),
+                sampling=_portable(params or SamplingParams()),
                 thinking=options["thinking"],
                 reasoning_effort=options["reasoning_effort"],
                 tools=None if options["tools"] is None else [dict(tool) for tool in options["tools"]],
@@ -340,6 +347,19 @@ class Client:
         if not self._is_closed and not self._session.is_welcome and self._session.rejection is None:
             self._session.hello(self._now())
             self._flush()
+
+
+def _portable(params: SamplingParams) -> SamplingParams:
+    """With keys and lists as msgpack maps have them."""
+    changes: dict[str, Any] = {}
+    if isinstance(params.logit_bias, Mapping):
+        changes["logit_bias"] = {
+            str(key) if type(key) is int else key: value for key, value in params.logit_bias.items()
+        }
+    for field in ("allowed_token_ids", "banned_token_ids", "stop_token_ids"):
+        if isinstance(ids := getattr(params, field), array):
+            changes[field] = ids.tolist()
+    return replace(params, **changes) if changes else params
 
 
 def _packed(token_ids: Sequence[int]) -> bytes:
