@@ -13,6 +13,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import isfinite
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -38,6 +39,7 @@ RETRY_S: Final = 0.02
 """How soon a frame is tried again while ZeroMQ still connects."""
 FAREWELL_S: Final = 0.05
 """How long the last frames have to leave."""
+_OUR_NAMES: Final = {"token_ids": "prompt", "timeout_ms": "timeout_s", "queue_timeout_ms": "queue_timeout_s"}
 _ID: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -209,7 +211,8 @@ class Client:
             abort = partial(self._soon, partial(self._cancel, id))
             resume = partial(self._soon, partial(self._grant, id))
         except WireError as error:
-            mailbox.close(InvalidRequest(error.field.removeprefix("sampling.") or "request", str(error)))
+            field = error.field.removeprefix("sampling.")
+            mailbox.close(InvalidRequest(_OUR_NAMES.get(field, field or "request"), str(error)))
         except DeepInferError as error:
             mailbox.close(error)
         return TokenStream(id, mailbox, abort, resume, self._window // 2)
@@ -266,6 +269,8 @@ class Client:
     def _send_submit(self, submit: Submit, mailbox: Mailbox) -> None:
         try:
             self._session.submit(submit, mailbox)
+        except InvalidRequest:
+            raise
         except (TypeError, ValueError, OverflowError, RecursionError) as error:  # of something inside it
             raise InvalidRequest("request", f"cannot be written as msgpack: {error}") from None
         self._flush()
@@ -298,6 +303,8 @@ class Client:
                 resumable=self._resumable,
                 credit=self._window,
             )
+        except InvalidRequest:
+            raise
         except (TypeError, ValueError, OverflowError) as error:
             raise InvalidRequest("prompt" if options["messages"] is None else "messages", str(error)) from None
 
@@ -350,7 +357,10 @@ class Client:
 
 
 def _portable(params: SamplingParams) -> SamplingParams:
-    """With keys and lists as msgpack maps have them."""
+    """With keys and lists as msgpack has them. Raises `InvalidRequest` for a number that the wire does not have."""
+    for field in params.__struct_fields__:
+        if isinstance(value := getattr(params, field), float) and not isfinite(value):
+            raise InvalidRequest(field, f"{value}, a finite number is expected")
     changes: dict[str, Any] = {}
     if isinstance(params.logit_bias, Mapping):
         changes["logit_bias"] = {

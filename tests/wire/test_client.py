@@ -64,7 +64,7 @@ async def test_text_is_that_of_the_engine(no_tasks_left: None, word_model: str) 
             params = SamplingParams(max_tokens=100, temperature=0.0, stop=stop or None)
             ours, theirs = await client.generate("word w3 w9", params), await engine.generate("word w3 w9", params)
             assert plain(ours) == plain(theirs)
-            assert len(ours.text) > 20
+            assert len(ours.text) > (3 if stop else 200)
 
 
 async def test_chunks_are_deltas_without_gaps(client: Client) -> None:
@@ -282,10 +282,8 @@ async def test_streams_that_are_not_resumable_end_with_the_connection(engine: En
         assert await tokens_of(client.stream(PROMPT, greedy(5))) == wanted(5)
 
 
-async def test_another_server_at_the_same_place_has_forgotten_the_streams(
-    engine: Engine, tmp_path_factory: pytest.TempPathFactory, runtime_home: Path
-) -> None:
-    url = f"ipc://{runtime_home}/s.sock"
+async def test_another_server_at_the_same_place_has_forgotten_the_streams(engine: Engine, tmp_path: Path) -> None:
+    url = f"ipc://{tmp_path}/s.sock"
     first = WireServer(engine, url, settings=QUICK)
     await first.open()
     async with connect(url) as client:
@@ -359,8 +357,8 @@ async def test_a_place_that_others_could_reach_is_refused_before_anything_listen
         await WireServer(engine, listen).open()
 
 
-async def test_a_place_is_not_taken_from_another_server(engine: Engine, runtime_home: Path) -> None:
-    url = f"ipc://{runtime_home}/s.sock"
+async def test_a_place_is_not_taken_from_another_server(engine: Engine, tmp_path: Path) -> None:
+    url = f"ipc://{tmp_path}/s.sock"
     async with WireServer(engine, url), connect(url) as client:
         with pytest.raises(ConfigError, match="another server"):
             await WireServer(engine, url).open()
