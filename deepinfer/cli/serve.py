@@ -1,6 +1,6 @@
 """`deepinfer serve`: a model behind the client wire, until a signal ends it.
 
-SIGTERM and the first Ctrl-C drain: no further request is taken, open ones have their time. A second signal ends at once.
+SIGTERM and the first Ctrl-C drain: no further request is taken, open ones have their time. A second one ends at once.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import typer
 from deepinfer.cli.common import Model, Settings, engine_settings, in_words, run_async, say, starting
 from deepinfer.engine import Engine
 from deepinfer.errors import ConfigError
+from deepinfer.wire.address import check_listen
 from deepinfer.wire.keys import ServerKeys, read_clients, read_pair
 from deepinfer.wire.server import WireServer
 from deepinfer.wire.session import Settings as WireSettings
@@ -52,6 +53,8 @@ def serve(
     """Serve a model to clients in any language: docs/wire.md."""
     with in_words("serve"):
         keys = _keys(key, clients)
+        if listen is not None:  # a model takes its time to load
+            check_listen(listen, has_keys=keys is not None)
         token = "" if token_file is None else token_file.read_text(encoding="utf-8").strip()
 
         def doors(engine: Engine) -> list[Door]:
@@ -84,20 +87,29 @@ async def _serve(
             print(f"listening on {door.url}", flush=True)
         await stop.wait()
         say("draining; a second signal ends at once")
-        draining = asyncio.gather(*(door.drain(drain_s) for door in doors))
-        ending = asyncio.ensure_future(stop_now.wait())
+        draining = asyncio.create_task(_drain(doors, drain_s))
+        ending = asyncio.create_task(_wait(stop_now))
         await asyncio.wait({draining, ending}, return_when=asyncio.FIRST_COMPLETED)
         ending.cancel()
         draining.cancel()
         await asyncio.gather(draining, ending, return_exceptions=True)
 
 
+async def _drain(doors: list[Door], deadline_s: float) -> None:
+    await asyncio.gather(*(door.drain(deadline_s) for door in doors))
+
+
+async def _wait(event: asyncio.Event) -> None:
+    await event.wait()
+
+
 async def _start(stack: AsyncExitStack, model: str, settings: dict[str, Any], stop: asyncio.Event) -> Engine | None:
     """The open engine; None if a signal came first."""
     with starting() as tell:
-        opening = asyncio.ensure_future(Engine.start(model, on_progress=tell, **settings))
-        stopping = asyncio.ensure_future(stop.wait())
-        await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        opening = asyncio.create_task(Engine.start(model, on_progress=tell, **settings))
+        stopping = asyncio.create_task(_wait(stop))
+        both: set[asyncio.Task[Any]] = {opening, stopping}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         if stop.is_set() and not opening.done():
             opening.cancel()

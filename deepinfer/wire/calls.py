@@ -9,7 +9,7 @@ import secrets
 from math import inf
 from typing import Final
 
-from deepinfer.errors import ConnectionLost, ConnectionRejected, DeepInferError
+from deepinfer.errors import ConnectionLost, ConnectionRejected, DeepInferError, DuplicateRequestId
 from deepinfer.stream import Mailbox
 from deepinfer.wire.deltas import pieces_of
 from deepinfer.wire.refusals import from_wire
@@ -47,7 +47,7 @@ FIRST_PING_S: Final = 0.25
 class Call:
     """One request of a client."""
 
-    __slots__ = ("frame", "id", "is_cancelled", "is_resumable", "limit", "mailbox", "num_deltas", "window")
+    __slots__ = ("frame", "id", "is_cancelled", "is_resumable", "last", "limit", "mailbox", "num_deltas", "window")
 
     def __init__(self, id: str, frame: bytes, mailbox: Mailbox, window: int, *, is_resumable: bool) -> None:
         self.id = id
@@ -60,6 +60,8 @@ class Call:
         self.limit = window
         """Pieces that may have been pushed: what was granted."""
         self.num_deltas = 0
+        self.last: Delta | None = None
+        """The end of its last sample; it waits for FINISH."""
 
 
 class ClientSession:
@@ -108,7 +110,9 @@ class ClientSession:
         self._say(hello)
 
     def submit(self, submit: Submit, mailbox: Mailbox) -> None:
-        """Raises `WireError` for what is no SUBMIT."""
+        """Raises `WireError` for what is no SUBMIT, `DuplicateRequestId`."""
+        if submit.id in self._calls:
+            raise DuplicateRequestId("request_id", f"{submit.id} is open")
         frame = encode(submit)
         decode_client(frame)  # what a server could not read it could not answer either
         self._calls[submit.id] = Call(submit.id, frame, mailbox, max(submit.credit, 2), is_resumable=submit.resumable)
@@ -189,14 +193,20 @@ class ClientSession:
         mailbox = call.mailbox
         if delta.stop is not None:
             mailbox.stop_reasons[delta.sample] = delta.stop
-        for piece in pieces_of(delta):
-            mailbox.num_pushed += 1
-            mailbox.push(piece)
+        if delta.reason is not None and mailbox.num_unfinished == 1:
+            call.last = delta  # the reader is at its end with it, and then knows what FINISH says
+            return
+        self._push(mailbox, delta)
         num_unread = mailbox.num_pushed - mailbox.num_taken
         if num_unread > call.window // 2:
             mailbox.is_paused = True  # its reader will ask for more
         elif call.limit - mailbox.num_pushed <= call.window // 2:
             self.grant(call.id)
+
+    def _push(self, mailbox: Mailbox, delta: Delta) -> None:
+        for piece in pieces_of(delta):
+            mailbox.num_pushed += 1
+            mailbox.push(piece)
 
     def _finish(self, finish: Finish) -> None:
         call = self._calls.get(finish.id)
@@ -276,6 +286,8 @@ class ClientSession:
 
     def _end(self, call: Call, error: DeepInferError | None) -> None:
         self._calls.pop(call.id, None)
+        if call.last is not None:
+            self._push(call.mailbox, call.last)
         if error is None and not call.mailbox.is_closed:  # cancelled, and what was on its way is not waited for
             for sample in range(call.mailbox.num_unfinished):
                 call.mailbox.push((sample, None, "", None, "abort"))

@@ -13,10 +13,12 @@ import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import isfinite
 from types import TracebackType
 from typing import Any, Final, Self
 
 import zmq
+from msgspec.structs import replace
 
 from deepinfer.errors import ConfigError, ConnectionLost, DeepInferError, EngineClosed, InvalidRequest, WrongLoop
 from deepinfer.home import call_threadsafe
@@ -37,6 +39,7 @@ RETRY_S: Final = 0.02
 """How soon a frame is tried again while ZeroMQ still connects."""
 FAREWELL_S: Final = 0.05
 """How long the last frames have to leave."""
+_OUR_NAMES: Final = {"token_ids": "prompt", "timeout_ms": "timeout_s", "queue_timeout_ms": "queue_timeout_s"}
 _ID: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -204,12 +207,12 @@ class Client:
             self._check_usable()
             submit = self._submit(id, rename_options(options, elsewhere) if elsewhere else options)
             mailbox.loop, mailbox.num_unfinished = self._loop, submit.sampling.n
-            self._session.submit(submit, mailbox)
-            self._flush()
+            self._send_submit(submit, mailbox)
             abort = partial(self._soon, partial(self._cancel, id))
             resume = partial(self._soon, partial(self._grant, id))
         except WireError as error:
-            mailbox.close(InvalidRequest(error.field.removeprefix("sampling.") or "request", str(error)))
+            field = error.field.removeprefix("sampling.")
+            mailbox.close(InvalidRequest(_OUR_NAMES.get(field, field or "request"), str(error)))
         except DeepInferError as error:
             mailbox.close(error)
         return TokenStream(id, mailbox, abort, resume, self._window // 2)
@@ -263,6 +266,15 @@ class Client:
             raise WrongLoop("this client belongs to the loop that opened it")
         self._raise_rejection()
 
+    def _send_submit(self, submit: Submit, mailbox: Mailbox) -> None:
+        try:
+            self._session.submit(submit, mailbox)
+        except InvalidRequest:
+            raise
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:  # of something inside it
+            raise InvalidRequest("request", f"cannot be written as msgpack: {error}") from None
+        self._flush()
+
     def _submit(self, id: str, options: Mapping[str, Any]) -> Submit:
         """Raises `InvalidRequest` for what cannot be written; the rest is the server's to refuse."""
         prompt, params = options["prompt"], options["params"]
@@ -280,7 +292,7 @@ class Client:
                 prompt=prompt if isinstance(prompt, str) else None,
                 token_ids=None if prompt is None or isinstance(prompt, str) else _packed(prompt),
                 messages=None if options["messages"] is None else [dict(message) for message in options["messages"]],
-                sampling=params or SamplingParams(),
+                sampling=_portable(params or SamplingParams()),
                 thinking=options["thinking"],
                 reasoning_effort=options["reasoning_effort"],
                 tools=None if options["tools"] is None else [dict(tool) for tool in options["tools"]],
@@ -291,6 +303,8 @@ class Client:
                 resumable=self._resumable,
                 credit=self._window,
             )
+        except InvalidRequest:
+            raise
         except (TypeError, ValueError, OverflowError) as error:
             raise InvalidRequest("prompt" if options["messages"] is None else "messages", str(error)) from None
 
@@ -340,6 +354,22 @@ class Client:
         if not self._is_closed and not self._session.is_welcome and self._session.rejection is None:
             self._session.hello(self._now())
             self._flush()
+
+
+def _portable(params: SamplingParams) -> SamplingParams:
+    """With keys and lists as msgpack has them. Raises `InvalidRequest` for a number that the wire does not have."""
+    for field in params.__struct_fields__:
+        if isinstance(value := getattr(params, field), float) and not isfinite(value):
+            raise InvalidRequest(field, f"{value}, a finite number is expected")
+    changes: dict[str, Any] = {}
+    if isinstance(params.logit_bias, Mapping):
+        changes["logit_bias"] = {
+            str(key) if type(key) is int else key: value for key, value in params.logit_bias.items()
+        }
+    for field in ("allowed_token_ids", "banned_token_ids", "stop_token_ids"):
+        if isinstance(ids := getattr(params, field), array):
+            changes[field] = ids.tolist()
+    return replace(params, **changes) if changes else params
 
 
 def _packed(token_ids: Sequence[int]) -> bytes:

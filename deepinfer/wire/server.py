@@ -75,7 +75,9 @@ class WireServer:
         with ExitStack() as stack:
             listen = self._listen or f"ipc://{self._own_folder(stack) / _SOCKET_NAME}"
             if self._listen is not None and listen.startswith("ipc://"):
-                _lock(Path(f"{listen.removeprefix('ipc://')}.lock"), stack)
+                path = Path(listen.removeprefix("ipc://"))
+                _lock(path.with_name(f"{path.name}.lock"), stack)
+                stack.callback(path.unlink, missing_ok=True)
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             stack.callback(context.destroy, linger=0)
             if self._keys is not None:
