@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 CLIENTS: Final = Path(__file__).resolve().parents[2] / "protocol" / "clients"
 BUILD_TIMEOUT_S: Final = 110.0
+MIN_NODE: Final = 20
 
 
 class Programs(NamedTuple):
@@ -28,6 +29,9 @@ def build_node() -> Programs:
     for tool in ("node", "npm"):
         if shutil.which(tool) is None:
             raise ToolchainMissing(f"{tool} is not installed")
+    version = _run(["node", "--version"], folder).stdout.strip()
+    if int(version.removeprefix("v").partition(".")[0]) < MIN_NODE:
+        raise ToolchainMissing(f"node is {version}, {MIN_NODE} or later is needed")
     if not (folder / "node_modules" / "zeromq").exists():
         installed = _run(["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"], folder)
         if installed.returncode:

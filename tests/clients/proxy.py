@@ -1,4 +1,4 @@
-"""A TCP proxy whose connections can be cut, on a thread of its own. Knows nothing of what passes."""
+"""A TCP proxy whose connections can be cut or held up, on a thread of its own. Knows nothing of what passes."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ class Proxy:
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_open = True
+        self._passes = asyncio.Event()
+        self._passes.set()
         self.port = 0
 
     def __enter__(self) -> Self:
@@ -42,8 +44,13 @@ class Proxy:
         """End every connection at once; further ones end as soon as they are made."""
         self._call(self._cut())
 
+    def hold(self) -> None:
+        """Nothing passes any more, in either direction; no connection ends."""
+        self._loop.call_soon_threadsafe(self._passes.clear)
+
     def mend(self) -> None:
         self._is_open = True
+        self._loop.call_soon_threadsafe(self._passes.set)
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10.0)
@@ -53,6 +60,7 @@ class Proxy:
 
     async def _close(self) -> None:
         self._server.close()
+        self._passes.set()
         await self._cut()
 
     async def _cut(self) -> None:
@@ -69,18 +77,20 @@ class Proxy:
         pair = {writer, far_writer}
         self._writers |= pair
         for source, sink in ((reader, far_writer), (far_reader, writer)):
-            task = asyncio.create_task(_copy(source, sink, pair))
+            task = asyncio.create_task(self._copy(source, sink, pair))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-
-async def _copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter, pair: set[asyncio.StreamWriter]) -> None:
-    try:
-        while data := await source.read(65_536):
-            sink.write(data)
-            await sink.drain()
-    except OSError:
-        pass
-    finally:
-        for writer in pair:
-            writer.transport.abort()
+    async def _copy(
+        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, pair: set[asyncio.StreamWriter]
+    ) -> None:
+        try:
+            while data := await source.read(65_536):
+                await self._passes.wait()
+                sink.write(data)
+                await sink.drain()
+        except OSError:
+            pass
+        finally:
+            for writer in pair:
+                writer.transport.abort()

@@ -119,16 +119,16 @@ def test_a_refusal_names_the_field(programs: Programs, server: Server) -> None:
     assert probe(programs, server.url, 10, "temperature=-1").end == ["error", "10", "temperature"]
 
 
-@pytest.mark.parametrize("seconds", [0.0, 5.0])
-def test_a_cut_in_the_middle(programs: Programs, server: Server, seconds: float) -> None:
+@pytest.mark.parametrize("how", ["cut for a moment", "cut for 5 s", "held for 5 s"])
+def test_no_token_is_lost_or_doubled_by_a_cut(programs: Programs, server: Server, how: str) -> None:
     whole = probe(programs, server.url, 2000).tokens()
     with Proxy(server.port) as proxy:
         command = [*programs.probe, f"tcp://127.0.0.1:{proxy.port}", PROMPT, "2000"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             first = [process.stdout.readline() for _ in range(100)]
-            proxy.cut()
-            time.sleep(seconds)
+            (proxy.hold if how.startswith("held") else proxy.cut)()
+            time.sleep(5.0 if how.endswith("5 s") else 0.0)
             proxy.mend()
             rest, _ = process.communicate(timeout=TIMEOUT_S)
     told = read("".join(first) + rest)
@@ -158,11 +158,11 @@ def test_a_server_that_is_started_anew_has_lost_the_stream(programs: Programs, h
     assert [key for key, _ in groupby(told.tokens())]  # those that came are in order
 
 
-def test_only_a_client_with_keys_is_heard(programs: Programs, home: Path) -> None:
-    _, server_secret = write_keys(home / "server", "server")
-    public, secret = write_keys(home / "allowed", "client")
-    secret.rename(home / "client.key_secret")
-    own, theirs = read_pair(home / "client.key_secret"), read_pair(server_secret)
+def test_only_a_client_with_keys_is_heard(programs: Programs, home: Path, tmp_path: Path) -> None:
+    _, server_secret = write_keys(tmp_path / "server", "server")
+    public, secret = write_keys(tmp_path / "allowed", "client")
+    secret.rename(tmp_path / "client.key_secret")
+    own, theirs = read_pair(tmp_path / "client.key_secret"), read_pair(server_secret)
     keys = [
         f"server_key={theirs.public.decode()}",
         f"public_key={own.public.decode()}",

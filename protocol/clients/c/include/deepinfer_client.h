@@ -1,8 +1,9 @@
 /*
  * Streams tokens from a DeepInfer server, over its client wire (docs/wire.md).
  *
- * Nothing runs behind your back: the connection is served while di_next or di_poll is running, and only then are
- * pings answered. One client belongs to one thread. Names and defaults are those of the wire.
+ * Nothing runs behind your back: the connection is served while di_next or di_poll is running, and only then does it
+ * say that it lives. One client belongs to one thread. Names and defaults are those of the wire. The process ends where
+ * there is no memory for what was received.
  */
 #ifndef DEEPINFER_CLIENT_H
 #define DEEPINFER_CLIENT_H

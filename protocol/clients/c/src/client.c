@@ -70,7 +70,7 @@ struct di_client {
   bool is_rejected;
   bool is_unsent; /* a frame could not leave: the connection is lost */
   di_error rejection;
-  int64_t heard_at, said_at, lost_at, hello_at; /* ms; lost_at is 0 while it is not */
+  int64_t said_at, asked_at, lost_at, hello_at; /* ms; asked_at: of a PING that nothing answered; 0: never */
   int32_t num_reconnects;
   di_stream *streams;
 };
@@ -190,7 +190,6 @@ static void end(di_stream *stream, di_status status) {
   if (stream->is_ended) return;
   stream->is_ended = true;
   stream->status = stream->is_cancelled ? DI_END : status;
-  if (stream->is_cancelled && *stream->reason == 0) strcpy(stream->reason, "abort");
   if (stream->is_freed) destroy(stream);
 }
 
@@ -212,6 +211,7 @@ static void lose(di_client *client, int64_t now) {
     client->lost_at = now;
   }
   client->hello_at = now;
+  client->asked_at = 0;
 }
 
 /* ---- what the server says */
@@ -420,7 +420,11 @@ static void on_reject(di_client *client, const msgpack_object *map, int64_t now)
   }
   client->is_rejected = true;
   client->is_welcome = false;
-  end_all_lost(client, "the server does not want this client");
+  for (di_stream *stream = client->streams, *next; stream != NULL; stream = next) {
+    next = stream->next;
+    if (!stream->is_ended) stream->error = client->rejection;
+    end(stream, DI_REFUSED);
+  }
 }
 
 /* What is no message is skipped: a gap that it leaves shows by the next one. */
@@ -428,7 +432,7 @@ static void receive(di_client *client, const uint8_t *frame, size_t size, int64_
   di_message message;
   di_fault fault;
   if (di_decode(DI_FROM_SERVER, frame, size, &message, &fault) != DI_V_OK) return;
-  client->heard_at = now;
+  client->asked_at = 0;
   const msgpack_object *map = &message.unpacked.data;
   if (strcmp(message.kind, "delta") == 0) on_delta(client, map);
   else if (strcmp(message.kind, "finish") == 0) on_finish(client, map);
@@ -472,11 +476,11 @@ static void tick(di_client *client) {
     if (client->lost_at != 0 && now - client->lost_at > client->give_up_ms) {
       end_all_lost(client, "the server was out of reach for too long");
     }
-  } else if (now - client->heard_at > SILENT_PINGS * (int64_t)ping_ms(client) &&
-             now - client->said_at < 2 * (int64_t)ping_ms(client)) {
-    lose(client, now); /* it was asked, and is silent */
+  } else if (client->asked_at != 0 && now - client->asked_at > SILENT_PINGS * (int64_t)ping_ms(client)) {
+    lose(client, now);
   } else if (now - client->said_at >= ping_ms(client)) {
     client->said_at = now;
+    if (client->asked_at == 0) client->asked_at = now;
     say(client, "ping", NULL, NULL, 0, NULL, 0);
   }
 }
@@ -591,6 +595,10 @@ static bool is_open(const di_client *client, const char *id) {
 
 di_status di_submit(di_client *client, const di_request *request, di_stream **result, di_error *error) {
   *result = NULL;
+  if (client->is_rejected) {
+    if (error != NULL) *error = client->rejection;
+    return DI_REFUSED;
+  }
   di_stream *stream = calloc(1, sizeof *stream);
   if (stream == NULL) return say_error(error, DI_SYSTEM, "", strerror(ENOMEM));
   if (request->id == NULL) random_hex(stream->id, 8);
@@ -644,6 +652,7 @@ di_status di_next(di_stream *stream, int timeout_ms, di_chunk *chunk) {
       if (stream->first != NULL) return take(stream, chunk), DI_OK;
     }
     if (stream->is_ended) return stream->status;
+    if (stream->is_cancelled && !stream->client->is_welcome) return DI_END; /* the server hears of it later */
     int64_t left = deadline - now_ms();
     if (left <= 0 && is_served) return DI_TIMEOUT;
     serve(stream->client, left > 0 ? left : 0);
@@ -654,6 +663,7 @@ void di_cancel(di_stream *stream) {
   if (stream->is_ended || stream->is_cancelled) return;
   stream->is_cancelled = true;
   drop_pieces(stream);
+  strcpy(stream->reason, "abort");
   if (stream->client->is_welcome) say(stream->client, "cancel", stream->id, NULL, 0, NULL, 0);
 }
 

@@ -513,8 +513,9 @@ static bool is_default(const field *field, const msgpack_object *value) {
       if (value->type == MSGPACK_OBJECT_BOOLEAN) return value->via.boolean == (field->value != 0);
       return is_number(value) && as_double(value) == field->value;
     case EMPTY:
-    case EMPTY_OR_NIL:
       return is_empty(value);
+    case EMPTY_OR_NIL: /* of `stop` an empty text is none */
+      return value->type == MSGPACK_OBJECT_ARRAY && is_empty(value);
     case REQUIRED:
     case WRITTEN:
       return false;

@@ -53,7 +53,8 @@ export class Session {
 
   private readonly calls = new Map<string, Call>();
   private frames: Uint8Array[] = [];
-  private heardAt = 0;
+  /** When the first PING was said that nothing has answered yet. */
+  private askedAt = Infinity;
   private saidAt = -Infinity;
   private lostAt = Infinity;
   private helloNotBefore = -Infinity;
@@ -131,6 +132,7 @@ export class Session {
   /** The server cannot be reached, or does not know this connection. What was to be sent is void: WELCOME renews it. */
   lose(now: number): void {
     this.frames = [];
+    this.askedAt = Infinity;
     if (this.isWelcome) {
       this.isWelcome = false;
       this.lostAt = now;
@@ -155,7 +157,7 @@ export class Session {
       if (error instanceof WireError) return;
       throw error;
     }
-    this.heardAt = now;
+    this.askedAt = Infinity;
     switch (message.kind) {
       case 'delta':
         return this.onDelta(message);
@@ -256,10 +258,11 @@ export class Session {
       if (now - this.lostAt > this.settings.giveUpMs) {
         this.failAll(new ConnectionLost(`the server was out of reach for ${this.settings.giveUpMs} ms`));
       }
-    } else if (now - this.heardAt > SILENT_PINGS * pingMs) {
+    } else if (now - this.askedAt > SILENT_PINGS * pingMs) {
       this.lose(now);
     } else if (now - this.saidAt >= pingMs) {
       this.saidAt = now;
+      this.askedAt = Math.min(this.askedAt, now);
       this.say({ kind: 'ping' });
     }
   }
