@@ -13,10 +13,14 @@ MIN_NODE: Final = 20
 
 
 class Programs(NamedTuple):
-    """One language's. `probe` makes one request and prints what comes of it; `vectors` runs the golden frames."""
+    """One language's: commands that take arguments."""
 
     probe: list[str]
+    """Makes one request and prints what comes of it."""
+    example: list[str]
+    """Prints the answer to a prompt."""
     vectors: list[str]
+    """Runs the golden frames."""
 
 
 class ToolchainMissing(Exception):
@@ -37,8 +41,11 @@ def build_node() -> Programs:
         if installed.returncode:
             raise ToolchainMissing(f"npm cannot install: {installed.stderr[-300:]}")
     _check(_run(["npm", "run", "--silent", "build"], folder))
+    test = folder / "test"
     return Programs(
-        ["node", str(folder / "test" / "probe.mjs")], ["node", "--test", str(folder / "test" / "vectors.test.mjs")]
+        ["node", str(test / "probe.mjs")],
+        ["node", str(folder / "examples" / "stream.mjs")],
+        ["node", "--test", *map(str, sorted(test.glob("*.test.mjs")))],
     )
 
 
@@ -53,7 +60,7 @@ def build_c() -> Programs:
             raise ToolchainMissing(f"{debian} is not installed")
     _check(_run(["make", "--silent"], folder))
     build = folder / "build"
-    return Programs([str(build / "probe")], [str(build / "vectors")])
+    return Programs([str(build / "probe")], [str(build / "stream")], [str(build / "vectors")])
 
 
 def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
