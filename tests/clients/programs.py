@@ -21,6 +21,8 @@ class Programs(NamedTuple):
     """Prints the answer to a prompt."""
     vectors: list[str]
     """Runs the golden frames."""
+    verdicts: list[str]
+    """Reads lines of sender and hex, and prints what decoding gives."""
 
 
 class ToolchainMissing(Exception):
@@ -46,6 +48,7 @@ def build_node() -> Programs:
         ["node", str(test / "probe.mjs")],
         ["node", str(folder / "examples" / "stream.mjs")],
         ["node", "--test", *map(str, sorted(test.glob("*.test.mjs")))],
+        ["node", str(test / "verdicts.mjs")],
     )
 
 
@@ -59,8 +62,7 @@ def build_c() -> Programs:
         if _run(["pkg-config", "--exists", package], folder).returncode:
             raise ToolchainMissing(f"{debian} is not installed")
     _check(_run(["make", "--silent"], folder))
-    build = folder / "build"
-    return Programs([str(build / "probe")], [str(build / "stream")], [str(build / "vectors")])
+    return Programs(*([str(folder / "build" / name)] for name in ("probe", "stream", "vectors", "verdicts")))
 
 
 def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import re
 import subprocess
 import threading
 import time
+from collections import Counter
 from itertools import groupby
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -16,7 +18,8 @@ from clients.conftest import Server, start_server, stop_server
 from clients.programs import Programs
 from clients.proxy import Proxy
 from deepinfer.wire.keys import read_pair, write_keys
-from protocol.client_frames import GOLDEN
+from protocol.client_frames import GOLDEN, read_golden, verdict_of
+from protocol.mutate import mutate
 
 TIMEOUT_S: Final = 60.0
 PROMPT: Final = "1,2,3"
@@ -76,6 +79,23 @@ def test_every_golden_frame(programs: Programs) -> None:
     num_frames = len(GOLDEN.read_text(encoding="utf-8").splitlines()) - 1
     passed = re.search(r"# pass (\d+)|(\d+) passed, 0 failed", done.stdout)
     assert passed is not None and int(passed[1] or passed[2]) >= num_frames
+
+
+def test_mutated_frames_have_the_verdicts_that_python_gives(programs: Programs) -> None:
+    rng = random.Random(32)
+    golden = [frame for frame in read_golden()[1] if len(frame.data) < 1000]
+    cases = [(frame.sender, mutate(frame.data, rng)) for frame in rng.choices(golden, k=10_000)]
+    lines = "".join(f"{sender} {data.hex()}\n" for sender, data in cases)
+    done = subprocess.run(programs.verdicts, input=lines, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    expected = [verdict_of(sender, data) for sender, data in cases]
+    others = [
+        (sender, data.hex(), verdict, other)
+        for (sender, data), verdict, other in zip(cases, expected, done.stdout.split(), strict=True)
+        if verdict != other
+    ]
+    assert others == []
+    assert min(Counter(expected)[verdict] for verdict in ("ok", "E_DECODE", "E_UNKNOWN_KIND")) > 10
 
 
 def test_a_stream_over_tcp(programs: Programs, server: Server) -> None:
