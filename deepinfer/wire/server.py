@@ -217,7 +217,7 @@ class WireServer:
                 if key in self._streams:
                     self._streams[key].gate.set()
             case Start(key, submit):
-                self._streams[key] = _Reading(self, key, submit)
+                self._start(key, submit)
             case Abort(key):
                 if key in self._streams:
                     self._streams[key].stream.abort()
@@ -225,6 +225,13 @@ class WireServer:
                 if (reading := self._streams.pop(key, None)) is not None:
                     reading.stream.abort()
                     reading.task.cancel()
+
+    def _start(self, key: int, submit: Submit) -> None:
+        try:
+            self._streams[key] = _Reading(self, key, submit)
+        except Exception as error:  # whatever it is, it is this request's alone
+            log.exception("a request could not be made")
+            self._session.fail(key, error, self._now())
 
 
 class _Reading:

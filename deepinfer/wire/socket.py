@@ -7,6 +7,7 @@ socket's events are looked at again. Knows nothing of what the messages mean.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -15,6 +16,9 @@ import zmq
 MAX_READS_AT_ONCE: Final = 64
 MAX_PARTS_KEPT: Final = 3
 """Of a message: what comes behind them is counted, not kept."""
+
+
+log = logging.getLogger(__name__)
 
 
 class Arrival(NamedTuple):
@@ -95,7 +99,10 @@ class LoopSocket:
                 arrival = self._receive()
             except zmq.Again:
                 return
-            self._on_message(arrival)
+            try:
+                self._on_message(arrival)
+            except Exception:  # those behind it are read all the same: no further edge would tell of them
+                log.exception("a message could not be handled")
         if not self._socket.closed:
             self._look()
 
