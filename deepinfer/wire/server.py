@@ -23,7 +23,8 @@ from deepinfer.errors import ConfigError, DeepInferError
 from deepinfer.runtime_dir import RuntimeDir
 from deepinfer.stream import TokenStream
 from deepinfer.wire.address import check_listen
-from deepinfer.wire.keys import AllowList, ServerKeys, server_options
+from deepinfer.wire.allow_list import AllowList
+from deepinfer.wire.keys import ServerKeys, server_options
 from deepinfer.wire.session import Abort, Action, Drop, Load, Pull, Send, ServerSession, Settings, Start
 from deepinfer.wire.socket import Arrival, LoopSocket
 from deepinfer_protocol import VERSION, unpack_int32
