@@ -13,7 +13,6 @@ from typing import Final, NamedTuple
 
 import zmq
 import zmq.auth
-from zmq.auth.asyncio import AsyncioAuthenticator
 
 from deepinfer.errors import ConfigError
 
@@ -91,20 +90,3 @@ def server_options(keys: ServerKeys) -> Mapping[int, int | bytes]:
 def client_options(own: KeyPair, server: bytes) -> Mapping[int, int | bytes]:
     """Socket options of a client with CURVE. `server` is the server's public key."""
     return {zmq.CURVE_SERVERKEY: server, zmq.CURVE_PUBLICKEY: own.public, zmq.CURVE_SECRETKEY: own.secret}
-
-
-class AllowList:
-    """Admits the clients of `keys` to the sockets of `context`, while it is open. Needs a running loop."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys) -> None:
-        self._clients = keys.clients
-        self._authenticator = AsyncioAuthenticator(context)
-        self._authenticator.configure_curve_callback(ZAP_DOMAIN, self)
-        self._authenticator.start()
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Asked by the authenticator, with the key as Z85 text."""
-        return domain == ZAP_DOMAIN and key in self._clients
-
-    def close(self) -> None:
-        self._authenticator.stop()

@@ -22,22 +22,23 @@ from deepinfer.errors import (
 from deepinfer_protocol.client import Error, ErrorCode
 from deepinfer_protocol.client.limits import MAX_DETAIL_CHARACTERS, MAX_NAME_CHARACTERS
 
-_CODES: Final[tuple[tuple[type[Exception], ErrorCode], ...]] = (
-    (ContextLengthExceeded, ErrorCode.E_CONTEXT_LENGTH),
-    (DuplicateRequestId, ErrorCode.E_DUPLICATE),
-    (InvalidRequest, ErrorCode.E_INVALID_PARAM),
-    (Overloaded, ErrorCode.E_OVERLOADED),
-    (SlowConsumer, ErrorCode.E_SLOW_CONSUMER),
-    (WorkerLost, ErrorCode.E_WORKER_LOST),
-    (EngineClosed, ErrorCode.E_SHUTDOWN),
-    (EngineError, ErrorCode.E_ENGINE_DEAD),
-)
-"""The first that fits."""
+_CODES: Final = {
+    "invalid_param": ErrorCode.E_INVALID_PARAM,
+    "context_length": ErrorCode.E_CONTEXT_LENGTH,
+    "grammar": ErrorCode.E_GRAMMAR,
+    "duplicate": ErrorCode.E_DUPLICATE,
+    "overloaded": ErrorCode.E_OVERLOADED,
+    "slow_consumer": ErrorCode.E_SLOW_CONSUMER,
+    "worker_lost": ErrorCode.E_WORKER_LOST,
+    "shutdown": ErrorCode.E_SHUTDOWN,
+    "engine": ErrorCode.E_ENGINE_DEAD,
+}
+"""By `DeepInferError.code`."""
 
 
 def to_wire(error: Exception, id: str = "", seq: int = 0) -> Error:
     """What a client is told of `error`."""
-    code = next((code for kind, code in _CODES if isinstance(error, kind)), ErrorCode.E_INTERNAL)
+    code = _CODES.get(getattr(error, "code", ""), ErrorCode.E_INTERNAL)
     field, detail, retry_after_ms = "", "", 0
     if isinstance(error, InvalidRequest):
         field = error.field[:MAX_NAME_CHARACTERS]

@@ -23,7 +23,8 @@ from deepinfer.errors import ConfigError, DeepInferError
 from deepinfer.runtime_dir import RuntimeDir
 from deepinfer.stream import TokenStream
 from deepinfer.wire.address import check_listen
-from deepinfer.wire.keys import AllowList, ServerKeys, server_options
+from deepinfer.wire.allow_list import AllowList
+from deepinfer.wire.keys import ServerKeys, server_options
 from deepinfer.wire.session import Abort, Action, Drop, Load, Pull, Send, ServerSession, Settings, Start
 from deepinfer.wire.socket import Arrival, LoopSocket
 from deepinfer_protocol import VERSION, unpack_int32
@@ -217,7 +218,7 @@ class WireServer:
                 if key in self._streams:
                     self._streams[key].gate.set()
             case Start(key, submit):
-                self._streams[key] = _Reading(self, key, submit)
+                self._start(key, submit)
             case Abort(key):
                 if key in self._streams:
                     self._streams[key].stream.abort()
@@ -225,6 +226,13 @@ class WireServer:
                 if (reading := self._streams.pop(key, None)) is not None:
                     reading.stream.abort()
                     reading.task.cancel()
+
+    def _start(self, key: int, submit: Submit) -> None:
+        try:
+            self._streams[key] = _Reading(self, key, submit)
+        except Exception as error:  # whatever it is, it is this request's alone
+            log.exception("a request could not be made")
+            self._session.fail(key, error, self._now())
 
 
 class _Reading:

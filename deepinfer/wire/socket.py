@@ -7,6 +7,9 @@ socket's events are looked at again. Knows nothing of what the messages mean.
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -15,6 +18,9 @@ import zmq
 MAX_READS_AT_ONCE: Final = 64
 MAX_PARTS_KEPT: Final = 3
 """Of a message: what comes behind them is counted, not kept."""
+
+
+log = logging.getLogger(__name__)
 
 
 class Arrival(NamedTuple):
@@ -45,6 +51,9 @@ class LoopSocket:
         self._socket = context.socket(kind)
         for option, value in options.items():
             self._socket.setsockopt(option, value)
+        # Before any finalizer of pyzmq's own, which would wait for ever for a socket that is garbage like its context.
+        self._finalizer = weakref.finalize(self, _abandon, context, self._socket, os.getpid())
+        self._finalizer.atexit = False
         self._fd = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._read)
 
@@ -58,10 +67,6 @@ class LoopSocket:
         self._socket.connect(endpoint)
         self._look()
 
-    def unbind(self, endpoint: str) -> None:
-        """No further connection is taken; those that are there stay."""
-        self._socket.unbind(endpoint)
-
     def send(self, parts: Sequence[bytes]) -> bool:
         """False: nobody is there, or nobody reads, and nothing was sent."""
         if self._socket.closed:
@@ -74,12 +79,13 @@ class LoopSocket:
             self._look()
         return True
 
-    def close(self, linger_ms: int = 0) -> None:
+    def close(self) -> None:
         """Nothing is delivered from here on."""
         if not self._socket.closed:
             if not self._loop.is_closed():
                 self._loop.remove_reader(self._fd)
-            self._socket.close(linger=linger_ms)
+            self._finalizer.detach()
+            self._socket.close(linger=0)
 
     def _look(self) -> None:
         if not self._is_read_due and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
@@ -95,7 +101,10 @@ class LoopSocket:
                 arrival = self._receive()
             except zmq.Again:
                 return
-            self._on_message(arrival)
+            try:
+                self._on_message(arrival)
+            except Exception:  # those behind it are read all the same: no further edge would tell of them
+                log.exception("a message could not be handled")
         if not self._socket.closed:
             self._look()
 
@@ -112,3 +121,10 @@ class LoopSocket:
                 parts.append(data)
             if not self._socket.getsockopt(zmq.RCVMORE):
                 return Arrival(parts, user)
+
+
+def _abandon(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], pid: int) -> None:
+    """Of a socket that nobody has closed."""
+    if os.getpid() == pid:  # a forked child leaves its parent's alone
+        socket.close(linger=0)
+        context.destroy(linger=0)

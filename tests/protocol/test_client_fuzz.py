@@ -18,7 +18,7 @@ from deepinfer_protocol.client.structure import StructureError, read_kind
 from protocol.client_frames import read_golden
 from protocol.mutate import mutate
 
-NUM_FRAMES: Final = 30_000
+NUM_FRAMES: Final = 45_000
 FRAMES: Final = [frame for frame in read_golden()[1] if len(frame.data) < 1000]
 MIB: Final = 1 << 20
 

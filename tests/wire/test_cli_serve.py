@@ -39,7 +39,7 @@ async def served(*arguments: str) -> AsyncIterator[tuple[asyncio.subprocess.Proc
         yield process, line.decode().split()[-1]
     finally:
         if process.returncode is None:
-            process.kill()
+            process.terminate()
         await process.communicate()
 
 

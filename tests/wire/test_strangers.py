@@ -221,3 +221,22 @@ async def test_more_streams_than_a_session_may_have_are_refused_for_a_while(engi
             peer.say(Bye())
         async with connect(server.url) as client:
             assert await tokens_of(client.stream(PROMPT, greedy(5))) == wanted(5)
+
+
+async def test_a_peer_that_does_not_read_its_socket_loses_its_connection_and_nobody_else_anything(
+    no_tasks_left: None,
+) -> None:
+    async with (
+        Engine("fake", fake_step_s=0.0, fake_vocab_size=97, block_size=16) as engine,
+        WireServer(engine) as server,
+        connect(server.url) as client,
+    ):
+        with peer_of(server.url) as peer:
+            assert isinstance(await peer.ask(HELLO), Welcome)
+            for place in range(8):
+                peer.say(Submit(id=f"r{place}", token_ids=pack_int32(PROMPT), sampling=greedy(3000), credit=2**31 - 1))
+            assert await tokens_of(client.stream(PROMPT, greedy(3000))) == wanted(3000)
+            async with asyncio.timeout(20):
+                while server.num_open:  # noqa: ASYNC110 (its queues fill)
+                    await asyncio.sleep(0.05)
+            assert server.num_connections == 1  # the other's

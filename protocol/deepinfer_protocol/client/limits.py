@@ -11,8 +11,8 @@ MAX_HELLO_BYTES: Final = 4096
 """Of a message whose sender has not been welcomed."""
 MAX_PARTS: Final = 1
 """Frames of a message."""
-MAX_DEPTH: Final = 16
-"""Maps and arrays inside each other; the message is the first."""
+MAX_DEPTH: Final = 32
+"""Maps and arrays inside each other; the message is the first. Schemas of tools nest."""
 MAX_ITEMS: Final = 16_384
 """Values of a message, keys included: what takes time to look at, whatever its size."""
 MAX_KEY_BYTES: Final = 256

@@ -9,7 +9,7 @@
 
 #include "wire.h"
 
-#define MAX_DEPTH 16
+#define MAX_DEPTH 32 /* also the most that msgpack-c unpacks (MSGPACK_EMBED_STACK_SIZE) */
 #define MAX_ITEMS 16384
 #define MAX_KEY_BYTES 256
 

@@ -5,7 +5,7 @@
  */
 
 export const MAX_FRAME_BYTES = 4 * 1024 * 1024;
-const MAX_DEPTH = 16;
+const MAX_DEPTH = 32;
 const MAX_ITEMS = 16_384;
 const MAX_KEY_BYTES = 256;
 
