@@ -9,6 +9,8 @@ from deepinfer.config import EngineConfig
 from deepinfer.engine import Engine, EngineStats
 from deepinfer.errors import (
     ConfigError,
+    ConnectionLost,
+    ConnectionRejected,
     ContextLengthExceeded,
     DeepInferError,
     DuplicateRequestId,
@@ -31,11 +33,15 @@ from deepinfer.migrating import SamplingParams
 from deepinfer.result import Completion, LogprobView, Sample, SampleView
 from deepinfer.stream import Logprob, TokenChunk, TokenLogprob, TokenStream
 from deepinfer.sync import SyncEngine, SyncStream
+from deepinfer.wire.client import Client, connect
 from deepinfer_protocol import VERSION as __version__
 
 __all__ = [
+    "Client",
     "Completion",
     "ConfigError",
+    "ConnectionLost",
+    "ConnectionRejected",
     "ContextLengthExceeded",
     "DeepInferError",
     "DuplicateRequestId",
@@ -67,4 +73,5 @@ __all__ = [
     "WorkerStartError",
     "WrongLoop",
     "__version__",
+    "connect",
 ]

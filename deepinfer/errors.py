@@ -16,6 +16,8 @@ DeepInferError
     ├── WorkerLost                a worker died, hung or drifted
     ├── WorkerStartError          a worker could not start
     ├── EngineClosed
+    ├── ConnectionLost            of a client: the server cannot be reached, or has forgotten the stream
+    ├── ConnectionRejected        of a client: the server does not admit it
     ├── WrongLoop
     └── ForkedEngine
 """
@@ -143,6 +145,19 @@ class EngineClosed(EngineError):
     """The engine is closed, or was never started."""
 
     code = "shutdown"
+
+
+class ConnectionLost(EngineError):
+    """Of a client: the server could not be reached in time, or has forgotten the stream."""
+
+    code = "connection_lost"
+    retryable = True
+
+
+class ConnectionRejected(EngineError):
+    """Of a client: the server does not admit it, or speaks no version of the wire that it does."""
+
+    code = "connection_rejected"
 
 
 class WrongLoop(EngineError):

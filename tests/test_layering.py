@@ -267,7 +267,8 @@ def text_files() -> Iterator[Path]:
             yield path
     for folder in (*FOLDERS, "docs", ".ci"):
         for path in (REPO / folder).rglob("*"):
-            if path.is_file() and (path.suffix in TEXT_SUFFIXES or folder == ".ci"):
+            is_text = path.suffix in TEXT_SUFFIXES or folder == ".ci"
+            if is_text and path.is_file() and "node_modules" not in path.parts:
                 yield path
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import Struct
 
 
-class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """How a request's tokens are chosen and when they end.
 
     Nothing is checked here: `Engine.stream` checks every field against the model before the request exists, and

@@ -1,0 +1,263 @@
+"""What a server decides, frame by frame, with a clock of our own and no engine."""
+
+from __future__ import annotations
+
+from typing import Final, TypeVar
+
+import msgspec
+import pytest
+
+from deepinfer import InvalidRequest, TokenChunk, WorkerLost
+from deepinfer.wire.session import Abort, Action, Drop, Load, Pull, Send, ServerSession, Settings, Start
+from deepinfer_protocol import SamplingParams, pack_int32
+from deepinfer_protocol.client import (
+    Bye,
+    Cancel,
+    ClientMessage,
+    Delta,
+    Error,
+    ErrorCode,
+    Finish,
+    GoAway,
+    Grant,
+    Hello,
+    Ping,
+    Pong,
+    Resume,
+    ServerMessage,
+    Submit,
+    Welcome,
+    decode_server,
+    encode,
+)
+from protocol.client_cases import WELCOME
+
+M = TypeVar("M", bound=Action)
+SETTINGS: Final = Settings(max_unacked_tokens=8, retention_s=30.0, slow_consumer_s=60.0, idle_s=10.0)
+A, B = b"a", b"b"
+
+
+class Server:
+    """A session, its clock, and what it has said and wanted."""
+
+    def __init__(self) -> None:
+        self.session = ServerSession(WELCOME, SETTINGS, lambda: Load(5, 1, 2))
+        self.now = 100.0
+        self.actions: list[Action] = []
+
+    def say(self, connection: bytes, *messages: ClientMessage, user: str = "") -> list[ServerMessage]:
+        """What `connection` hears back."""
+        for message in messages:
+            self.session.receive(connection, [encode(message)], user, self.now)
+        return self.heard(connection)
+
+    def heard(self, connection: bytes) -> list[ServerMessage]:
+        self.actions = self.session.take_actions()
+        return [decode_server(action.frame) for action in self.actions if action[0] == connection and is_send(action)]
+
+    def wanted(self, kind: type[M]) -> list[M]:
+        return [action for action in self.actions if isinstance(action, kind)]
+
+    def feed(self, num_chunks: int, key: int = 0, *, to: bytes = A) -> list[ServerMessage]:
+        """As many chunks of one token as are pulled, at most `num_chunks`."""
+        heard: list[ServerMessage] = []
+        for _ in range(num_chunks):
+            if not self.is_pulled(key):
+                break
+            at = self.session._by_key[key][1].num_tokens
+            self.session.chunk(key, TokenChunk("x", (at,), at), self.now)
+            heard += self.heard(to)
+        return heard
+
+    def is_pulled(self, key: int = 0) -> bool:
+        return self.session._by_key[key][1].is_pulled
+
+    def after(self, seconds: float) -> None:
+        self.now += seconds
+        self.session.tick(self.now)
+
+
+def is_send(action: Action) -> bool:
+    return isinstance(action, Send)
+
+
+def hello(session: str = "a-session-of-tests") -> Hello:
+    return Hello(min_version=1, max_version=1, session=session)
+
+
+def submit(id: str = "r1", *, credit: int = 100, resumable: bool = False, n: int = 1) -> Submit:
+    sampling = SamplingParams(n=n)
+    return Submit(id=id, token_ids=pack_int32([1]), credit=credit, resumable=resumable, sampling=sampling)
+
+
+@pytest.fixture
+def server() -> Server:
+    """With one connection that is welcome."""
+    server = Server()
+    assert server.say(A, hello()) == [WELCOME]
+    return server
+
+
+def deltas(messages: list[ServerMessage]) -> list[int]:
+    return [message.seq for message in messages if isinstance(message, Delta)]
+
+
+def test_a_stream_runs_to_its_end(server: Server) -> None:
+    assert server.say(A, submit()) == []
+    assert server.wanted(Start) == [Start(0, submit())] and server.wanted(Pull) == [Pull(0)]
+    server.now += 0.5
+    assert deltas(server.feed(3)) == [0, 1, 2]
+    server.session.chunk(0, TokenChunk("!", (9,), 3, finish_reason="stop", stop_reason="END"), server.now)
+    (last,) = server.heard(A)
+    assert last == Delta(id="r1", seq=3, index=3, token_ids=pack_int32([9]), text="!", reason="stop", stop="END")
+    server.session.end(0, 1, 0, 2, server.now + 0.25)
+    (finish,) = server.heard(A)
+    assert isinstance(finish, Finish) and (finish.reason, finish.seq) == ("stop", 4)
+    assert (finish.usage.generated_tokens, finish.usage.preemptions) == (4, 2)
+    assert (finish.timings.first_token_us, finish.timings.total_us) == (500_000, 750_000)
+    assert server.session.num_open == 0
+
+
+def test_credit_pauses_a_stream_and_only_grows(server: Server) -> None:
+    server.say(A, submit(credit=2))
+    assert deltas(server.feed(10)) == [0, 1]
+    server.say(A, Grant(id="r1", limit=1))
+    assert server.feed(10) == []
+    server.say(A, Grant(id="r1", limit=5))
+    assert deltas(server.feed(10)) == [2, 3, 4]
+
+
+def test_a_stream_without_credit_ends_as_a_slow_consumer(server: Server) -> None:
+    server.say(A, submit(credit=1))
+    server.feed(1)
+    for _ in range(13):
+        server.after(5.0)
+        server.session.receive(A, [encode(Ping())], "", server.now)
+    (error,) = [message for message in server.heard(A) if isinstance(message, Error)]
+    assert error.code == ErrorCode.E_SLOW_CONSUMER and server.wanted(Drop) == [Drop(0)]
+
+
+def test_what_was_not_acked_pauses_a_resumable_stream(server: Server) -> None:
+    server.say(A, submit(resumable=True))
+    assert deltas(server.feed(20)) == list(range(8))
+    server.say(A, Grant(id="r1", limit=100, ack=5))
+    assert deltas(server.feed(20)) == list(range(8, 13))
+
+
+def test_a_resume_sends_again_what_is_missing_and_goes_on(server: Server) -> None:
+    server.say(A, submit(resumable=True))
+    first = server.feed(5)
+    server.session.lose(A, server.now)
+    assert server.feed(2) == []  # it goes on, unheard
+    server.now += 29.0
+    assert server.say(B, hello()) == [WELCOME]
+    again = server.say(B, Resume(id="r1", next=3, limit=100))
+    assert deltas(again) == [3, 4, 5, 6] and again[:2] == first[3:]
+    assert deltas(server.feed(2, to=B)) == [7, 8]
+
+
+def test_a_lost_connection_ends_what_is_not_resumable_at_once_and_the_rest_in_time(server: Server) -> None:
+    server.say(A, submit("r1"), submit("r2", resumable=True))
+    server.session.lose(A, server.now)
+    server.heard(A)
+    assert server.wanted(Drop) == [Drop(0)]
+    server.after(29.0)
+    assert server.session.num_open == 1
+    server.after(2.0)
+    server.heard(A)
+    assert server.wanted(Drop) == [Drop(1)]
+    server.say(B, hello())
+    assert [
+        message.name for message in server.say(B, Resume(id="r2", next=0, limit=9)) if isinstance(message, Error)
+    ] == ["E_NOT_FOUND"]
+
+
+def test_what_was_acked_cannot_be_resumed(server: Server) -> None:
+    server.say(A, submit(resumable=True))
+    server.feed(5)
+    server.say(A, Grant(id="r1", limit=100, ack=4))
+    (error,) = server.say(A, Resume(id="r1", next=2, limit=100))
+    assert isinstance(error, Error) and error.code == ErrorCode.E_NOT_FOUND
+
+
+def test_a_silent_connection_is_lost(server: Server) -> None:
+    server.after(9.0)
+    assert server.say(A, Ping(nonce=3)) == [Pong(nonce=3, steps=5, running=1, waiting=2)]
+    server.after(9.0)
+    assert server.session.num_connections == 1
+    server.after(2.0)
+    assert server.session.num_connections == 0
+    (error,) = server.say(A, Ping())
+    assert isinstance(error, Error) and error.code == ErrorCode.E_HELLO
+
+
+def test_a_cancel_is_always_answered_by_a_finish(server: Server) -> None:
+    assert server.say(A, Cancel(id="unknown")) == [Finish(id="unknown", reason="abort")]
+    server.say(A, submit(credit=1))
+    server.feed(1)
+    assert server.say(A, Cancel(id="r1"), Cancel(id="r1")) == []
+    assert server.wanted(Abort) == [Abort(0)] and server.wanted(Pull) == [Pull(0)]  # without credit
+    server.session.chunk(0, TokenChunk("", (), 1, finish_reason="abort"), server.now)
+    server.session.end(0, 1, 0, 0, server.now)
+    assert [type(message) for message in server.heard(A)] == [Delta, Finish]
+    assert server.say(A, Cancel(id="r1")) == [Finish(id="r1", reason="abort", seq=2)]
+    server.say(A, submit("r2"))
+    server.session.fail(1, WorkerLost("gone"), server.now)
+    server.heard(A)
+    assert server.say(A, Cancel(id="r2")) == [Finish(id="r2", reason="abort")]
+
+
+def test_an_id_is_free_again_after_its_retention(server: Server) -> None:
+    server.say(A, submit())
+    server.session.fail(0, InvalidRequest("prompt", "is empty"), server.now)
+    (error,) = server.heard(A)
+    assert isinstance(error, Error) and (error.field, error.detail) == ("prompt", "is empty")
+    other = msgspec.structs.replace(submit(), priority=1)
+    assert [type(message) for message in server.say(A, other)] == [Error]
+    server.session.receive(A, [encode(Ping())], "", server.now + 25)
+    server.after(31.0)
+    assert [message for message in server.say(A, other) if not isinstance(message, Pong)] == []
+    assert server.wanted(Start) == [Start(1, other)]
+
+
+def test_sessions_of_other_keys_are_others(server: Server) -> None:
+    server.say(A, submit(resumable=True))
+    server.feed(1)
+    server.say(B, hello(), user="another key")
+    (error,) = server.say(B, Resume(id="r1", next=0, limit=9), user="another key")
+    assert isinstance(error, Error) and error.code == ErrorCode.E_NOT_FOUND
+    assert deltas(server.feed(1)) == [1]
+
+
+def test_bye_ends_everything(server: Server) -> None:
+    server.say(A, submit("r1", resumable=True), submit("r2"))
+    assert server.say(A, Bye()) == []
+    assert server.wanted(Drop) == [Drop(0), Drop(1)]
+    assert (server.session.num_open, server.session.num_connections, server.session._sessions) == (0, 0, {})
+
+
+def test_a_drain_ends_what_is_open_at_its_deadline(server: Server) -> None:
+    server.say(A, submit("r1"))
+    server.session.drain(server.now, 5.0)
+    assert server.heard(A) == [GoAway(deadline_ms=5000)]
+    (error,) = server.say(A, submit("r2"))
+    assert isinstance(error, Error) and error.code == ErrorCode.E_SHUTDOWN and error.retryable
+    assert [type(message) for message in server.say(B, hello("another-session-of-tests"))] == [Welcome, GoAway]
+    assert deltas(server.feed(1)) == [0]
+    server.after(5.5)
+    (error,) = server.heard(A)
+    assert isinstance(error, Error) and (error.id, error.code) == ("r1", ErrorCode.E_SHUTDOWN)
+
+
+def test_errors_quote_nobody_else(server: Server) -> None:
+    server.say(A, submit("r1"), submit("r2"))
+    server.session.fail(0, RuntimeError("/secret/path"), server.now)
+    quoting = InvalidRequest("messages", "the chat template says /secret/path")
+    quoting.__cause__ = RuntimeError("/secret/path")
+    server.session.fail(1, quoting, server.now)
+    errors = server.heard(A)
+    assert [message.code for message in errors if isinstance(message, Error)] == [
+        ErrorCode.E_INTERNAL,
+        ErrorCode.E_INVALID_PARAM,
+    ]
+    assert "secret" not in repr(errors)
