@@ -15,6 +15,7 @@ from deepinfer.cli.generate import generate
 from deepinfer.cli.inspect import inspect
 from deepinfer.cli.models import models
 from deepinfer.cli.run import run
+from deepinfer.cli.serve import serve
 from deepinfer_protocol import VERSION
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Large language models as async streams.")
@@ -27,7 +28,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
         raise typer.Exit
 
 
-for command in (run, generate, bench, costs, inspect, env):
+for command in (run, serve, generate, bench, costs, inspect, env):
     app.command()(command)
 app.add_typer(models, name="models")
 
