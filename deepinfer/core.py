@@ -344,11 +344,12 @@ class EngineCore:
                     mailbox.stop_reasons[seq.sample_index] = (
                         token if stop is None and token in mailbox.told_stop_ids else stop
                     )
-                mailbox.num_cached_tokens = seq.request.num_cached_tokens
                 mailbox.num_preemptions = seq.request.num_preemptions
                 mailbox.drafts = seq.request.drafts
             logprob = None if logprobs is None else readable(logprobs)
             add((mailbox, (seq.sample_index, token, text, logprob, reason)))
+            if not mailbox.num_pushed:
+                mailbox.num_cached_tokens = seq.request.num_cached_tokens
             mailbox.num_pushed += 1
             if mailbox.num_pushed - mailbox.num_taken >= cap and not seq.request.is_paused:
                 self._pause(seq.request, mailbox)
@@ -431,6 +432,14 @@ class EngineCore:
         self.fail(EngineClosed("the engine is closed"))
         if self._timer is not None:
             self._timer.cancel()
+
+    @property
+    def stalled_s(self) -> float:
+        """How long the step that is due next has been computed; 0 with nothing in flight. From any thread."""
+        try:
+            return max(self._clock.time() - self._in_flight[0].started_s, 0.0)
+        except IndexError:
+            return 0.0
 
     @property
     def is_idle(self) -> bool:

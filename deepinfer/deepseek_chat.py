@@ -22,7 +22,7 @@ from deepinfer.errors import InvalidRequest, ModelError, ModelFileError
 from deepinfer.model_files import read_model_file
 
 if TYPE_CHECKING:
-    from deepseek_recipe import Conversation
+    from deepseek_recipe import Conversation, RenderedPrompt, Tokenizer
 
 Family = Literal["v4.1", "v4"]
 
@@ -76,20 +76,22 @@ class DeepseekFormat:
 
         Raises `ModelError`, for want of the recipe or of a special token as well.
         """
-        self._recipe = recipe = _import_recipe()
+        self._recipe = recipe = import_recipe()
+        self.family: Final = family
         self._model = _MODEL[family]
         encoding = recipe.DeepseekV41Encoding() if family == "v4.1" else recipe.DeepseekV4Encoding()
         try:
-            self._encoding = encoding.with_tokenizer(recipe.Tokenizer.from_file(str(tokenizer)))
+            self.tokenizer: Tokenizer = recipe.Tokenizer.from_file(str(tokenizer))
+            self._encoding = encoding.with_tokenizer(self.tokenizer)
             self._encoding.encode(self._convert(_SOUND, ChatOptions(thinking=True)))
         except RuntimeError as error:
             raise ModelFileError(str(tokenizer), f"not a tokenizer of {self._model}: {error}") from None
-        self._thinks = _thinks(tokenizer.with_name("tokenizer_config.json"))
+        self.thinks = _thinks(tokenizer.with_name("tokenizer_config.json"))
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> ChatPrompt:
         """The prompt for `messages`, ready for an answer. Raises `InvalidRequest`, which names the field."""
         _check_messages(messages)
-        if not self._thinks and options.thinking is None and options.reasoning_effort is None:
+        if not self.thinks and options.thinking is None and options.reasoning_effort is None:
             options = options._replace(thinking=False)
         _check_options(options)
         body = as_json("messages", messages)
@@ -99,6 +101,16 @@ class DeepseekFormat:
             raise InvalidRequest(self._field_at_fault(options), str(error)) from None
         text = self._encoding.render_conversation(conversation).prompt
         return ChatPrompt(text, lambda: self._encoding.encode(conversation))
+
+    def rendered(self, conversation: Conversation) -> RenderedPrompt:
+        """The prompt of a conversation that the recipe made of a request, as text, and the images in it."""
+        prompt: RenderedPrompt = self._encoding.render_conversation(conversation)
+        return prompt
+
+    def encode(self, conversation: Conversation) -> list[int]:
+        """The token ids of the same."""
+        ids: list[int] = self._encoding.encode(conversation)
+        return ids
 
     def _convert(self, messages: bytes, options: ChatOptions) -> Conversation:
         """Raises `ConversionError` and `ValueError`."""
@@ -140,7 +152,8 @@ def _thinks(file: Path) -> bool:
         raise ModelFileError(str(file), f"cannot be read: {error}") from None
 
 
-def _import_recipe() -> ModuleType:
+def import_recipe() -> ModuleType:
+    """Raises `ModelError` where it is not installed."""
     try:
         import deepseek_recipe
     except ImportError as error:

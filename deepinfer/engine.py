@@ -69,6 +69,15 @@ class EngineStats(NamedTuple):
     cache: CacheSizes
 
 
+class Health(NamedTuple):
+    """Whether an engine serves."""
+
+    failure: str | None
+    """The code of the error that every request ends with; `None`: none does."""
+    stalled_s: float
+    """How long the workers have owed the answer to the step that is due next; 0 while nothing runs."""
+
+
 class Engine:
     """Serves one model as streams of tokens.
 
@@ -378,6 +387,22 @@ class Engine:
         """Counters, gauges and histograms so far, by name; from any thread. Raises `EngineClosed` before it is open."""
         self._check_opened()
         return self._metrics.snapshot(self._core.scheduler.stats(), self._core.stats.drafts)
+
+    def health(self) -> Health:
+        """As the core sees it, without asking the workers; from any thread."""
+        if self._state is not _State.RUNNING:
+            return Health(EngineClosed.code, 0.0)
+        failure = self._core.failure
+        return Health(None if failure is None else failure.code, self._core.stalled_s)
+
+    @property
+    def text(self) -> TextPipeline | None:
+        """The model's tokenizer and its way with messages; `None` where there is no tokenizer.
+
+        Raises `EngineClosed` before the engine is open.
+        """
+        self._check_opened()
+        return self._text
 
     @property
     def limits(self) -> ModelLimits:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import Final, Protocol
 
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
@@ -20,6 +21,7 @@ from deepinfer.errors import EngineClosed
 from deepinfer.metrics import PREFIX, Distribution, Metric
 
 _LABELS: Final = ("model_name", "engine")
+CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
@@ -54,6 +56,13 @@ class EngineCollector(Collector):
             for index, metric in metrics.items():
                 _fill(family, metric, [self._engines[index].config.model, str(index)])
             yield family
+
+
+def exposition(*engines: Measured) -> bytes:
+    """All metrics of `engines`, as a scrape of `CONTENT_TYPE` gets them."""
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(*engines))
+    return generate_latest(registry)
 
 
 def _read(engine: Measured) -> dict[str, Metric]:

@@ -323,7 +323,7 @@ class TokenStream:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens that a prefix hit spared; known at the end."""
+        """Prompt tokens that a prefix hit spared; known from the first chunk on."""
         return self._mailbox.num_cached_tokens
 
 

@@ -26,8 +26,8 @@ class TextPipeline:
     def __init__(self, path: Path, model: Path | None = None) -> None:
         """Reads the tokenizer at `path`, for the model at `model` (`None`: the same). Raises `ModelError`."""
         self.tokenizer = Tokenizer.from_model(path)
-        self._chat = self._chat_format(path, path if model is None else model)
-        self.has_chat_template = self._chat.is_known
+        self.chat = self._chat_format(path, path if model is None else model)
+        self.has_chat_template = self.chat.is_known
         self._detokenizers = DetokenizerFactory(self.tokenizer)
         ids = range(self.tokenizer.vocab_size)
         self.max_token_characters = max((len(self.tokenizer.token(token_id) or "") for token_id in ids), default=1)
@@ -48,7 +48,7 @@ class TextPipeline:
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions = NO_OPTIONS) -> ChatPrompt:
         """The model's own chat format, ready for an answer. Raises `InvalidRequest`."""
-        return self._chat.render(messages, options)
+        return self.chat.render(messages, options)
 
     def _chat_format(self, path: Path, model: Path) -> ChatFormat:
         if path.is_dir() and (family := deepseek_family(model)) is not None:

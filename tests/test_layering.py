@@ -173,11 +173,23 @@ def test_the_engine_does_not_know_its_command_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "home"), [("prometheus_client", "deepinfer/prometheus.py"), ("huggingface_hub", "deepinfer/hub.py")]
+    ("package", "home"),
+    [
+        ("prometheus_client", "deepinfer/prometheus.py"),
+        ("huggingface_hub", "deepinfer/hub.py"),
+        ("uvicorn", "deepinfer/cli/http_server.py"),
+    ],
 )
 def test_what_an_extra_brings_is_imported_in_one_file(package: str, home: str) -> None:
     found = [use for use in uses("deepinfer") if use.module.split(".")[0] == package]
     assert found and outside(home, found) == []
+
+
+def test_only_the_http_server_knows_http() -> None:
+    """And nobody but the command that runs it knows the server: an engine needs neither."""
+    found = [use for use in uses("deepinfer") if use.module.startswith(("starlette", "deepinfer.http"))]
+    homes = ("deepinfer/http/", "deepinfer/cli/http_server.py:")
+    assert found and [use for use in found if not use.path.startswith(homes)] == []
 
 
 def test_the_engine_reads_the_environment_in_one_file() -> None:

@@ -1,4 +1,4 @@
-"""`deepinfer serve`: a model behind the client wire, until a signal ends it.
+"""`deepinfer serve`: a model behind the client wire and, where asked for, HTTP, until a signal ends it.
 
 SIGTERM and the first Ctrl-C drain: no further request is taken, open ones have their time. A second one ends at once.
 """
@@ -6,10 +6,13 @@ SIGTERM and the first Ctrl-C drain: no further request is taken, open ones have 
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
+import sys
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, Protocol
 
 import typer
@@ -36,6 +39,9 @@ class Door(Protocol):
         """Take nothing new; return when what is open has ended, after `deadline_s` at the latest."""
 
 
+MakeDoor = Callable[[Engine], Door]
+
+
 def serve(
     model: Model,
     listen: Annotated[
@@ -47,20 +53,43 @@ def serve(
     token_file: Annotated[
         Path | None, typer.Option(help="A file with a text that clients must know, for tcp on loopback.")
     ] = None,
+    http: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Listen here for HTTP as well; port 0 takes a free one.")
+    ] = None,
+    served_name: Annotated[
+        list[str] | None,
+        typer.Option(help="What HTTP requests call the model; may be given several times. Not given: MODEL's own."),
+    ] = None,
+    api_keys: Annotated[
+        Path | None,
+        typer.Option(help="A file of keys for HTTP, a line each. Required for hosts beyond this machine."),
+    ] = None,
     drain_s: Annotated[float, typer.Option(help="Seconds that open requests have at the end.", min=0)] = 30.0,
+    log: Annotated[bool, typer.Option(help="A line an HTTP request on standard error, without what was said.")] = True,
     settings: Settings = None,
 ) -> None:
-    """Serve a model to clients in any language: docs/wire.md."""
-    with in_words("serve"):
-        keys = _keys(key, clients)
-        if listen is not None:  # a model takes its time to load
-            check_listen(listen, has_keys=keys is not None)
-        token = "" if token_file is None else token_file.read_text(encoding="utf-8").strip()
+    """Serve a model to clients in any language (docs/wire.md) and, with --http, to HTTP clients (docs/http.md)."""
+    with in_words("serve"), ExitStack() as stack:
+        make_doors = [_wire(listen, key, clients, token_file)]
+        if http is not None:
+            make_doors.append(_http(stack, http, tuple(served_name or ()), api_keys))
+        elif served_name or api_keys is not None:
+            raise ConfigError("http", "--served-name and --api-keys are for --http HOST:PORT")
+        if log:
+            logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+            logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        run_async(_serve(model, engine_settings(settings), make_doors, drain_s))
 
-        def doors(engine: Engine) -> list[Door]:
-            return [WireServer(engine, listen, keys=keys, settings=WireSettings(token=token))]
 
-        run_async(_serve(model, engine_settings(settings), doors, drain_s))
+# ---- what can be said of the doors before a model is loaded, which takes its time
+
+
+def _wire(listen: str | None, key: Path | None, clients: Path | None, token_file: Path | None) -> MakeDoor:
+    keys = _keys(key, clients)
+    if listen is not None:
+        check_listen(listen, has_keys=keys is not None)
+    token = "" if token_file is None else token_file.read_text(encoding="utf-8").strip()
+    return lambda engine: WireServer(engine, listen, keys=keys, settings=WireSettings(token=token))
 
 
 def _keys(key: Path | None, clients: Path | None) -> ServerKeys | None:
@@ -71,9 +100,33 @@ def _keys(key: Path | None, clients: Path | None) -> ServerKeys | None:
     return ServerKeys(read_pair(key), read_clients(clients))
 
 
-async def _serve(
-    model: str, settings: dict[str, Any], make_doors: Callable[[Engine], list[Door]], drain_s: float
-) -> None:
+def _http(stack: ExitStack, address: str, served_names: tuple[str, ...], api_keys: Path | None) -> MakeDoor:
+    server = _import_server()
+    keys = () if api_keys is None else tuple(api_keys.read_text(encoding="utf-8").split())
+    host, port = server.split_address(address)
+    server.check_exposure(host, bool(keys))
+    config = server.HttpConfig(served_names=served_names, api_keys=keys)
+    listener = stack.enter_context(server.bound(host, port))
+
+    def make(engine: Engine) -> Door:
+        door: Door = server.HttpServer(engine, listener, config)
+        return door
+
+    return make
+
+
+def _import_server() -> ModuleType:
+    try:
+        from deepinfer.cli import http_server
+    except ImportError as error:
+        raise ConfigError("http", f"serving needs pip install 'deepinfer-runtime[server]' ({error})") from None
+    return http_server
+
+
+# ---- from the start to the end
+
+
+async def _serve(model: str, settings: dict[str, Any], make_doors: list[MakeDoor], drain_s: float) -> None:
     stop, stop_now = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, lambda: (stop_now if stop.is_set() else stop).set())
@@ -81,18 +134,19 @@ async def _serve(
         engine = await _start(stack, model, settings, stop)
         if engine is None:
             return
-        doors = make_doors(engine)
+        doors = [make(engine) for make in make_doors]
         for door in doors:
             await stack.enter_async_context(door)
             print(f"listening on {door.url}", flush=True)
         await stop.wait()
-        say("draining; a second signal ends at once")
+        say("finishing what is open; a second signal ends at once")
         draining = asyncio.create_task(_drain(doors, drain_s))
         ending = asyncio.create_task(_wait(stop_now))
         await asyncio.wait({draining, ending}, return_when=asyncio.FIRST_COMPLETED)
         ending.cancel()
         draining.cancel()
         await asyncio.gather(draining, ending, return_exceptions=True)
+    say("stopped")
 
 
 async def _drain(doors: list[Door], deadline_s: float) -> None:

@@ -1,0 +1,230 @@
+"""The HTTP server as an ASGI app over an engine that is open: OpenAI's and Anthropic's APIs, health, metrics, tokens.
+
+    async with Engine("v41-nano") as engine:
+        await uvicorn.Server(uvicorn.Config(http_app(engine), lifespan="off")).serve()
+
+Listens nowhere by itself, and the engine stays its owner's. Needs the `server` extra.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from deepinfer.engine import Engine
+from deepinfer.errors import InvalidRequest
+from deepinfer.http.answer import Answer, BatchAnswer
+from deepinfer.http.body import BodyReader
+from deepinfer.http.codec import CHAT, MESSAGES, RESPONSES, Api, Codec
+from deepinfer.http.completions import AskedCompletion, CompletionExchange, ask_completion
+from deepinfer.http.config import HttpConfig
+from deepinfer.http.exchange import ConversationExchange
+from deepinfer.http.fault import HttpFault
+from deepinfer.http.fields import DetokenizeFields, TokenizeFields, decode_fields
+from deepinfer.http.gate import Gate, Note
+from deepinfer.intake import Prompt
+from deepinfer.stream import TokenStream
+from deepinfer.text import TextPipeline
+from deepinfer_protocol import SamplingParams
+
+T = TypeVar("T")
+
+INLINE_BYTES: Final = 2048
+"""Bodies of more are read in a thread: parsing and encoding them would keep the loop."""
+
+
+def http_app(engine: Engine, config: HttpConfig | None = None) -> Starlette:
+    """An app over `engine`, which is open and runs on the loop that the app will run on, or on its own thread.
+
+    Raises `EngineClosed` for an engine that is not open, `ModelError` where deepseek-recipe is not installed.
+    """
+    return _Server(engine, config or HttpConfig()).app()
+
+
+class _Server:
+    """The endpoints."""
+
+    def __init__(self, engine: Engine, config: HttpConfig) -> None:
+        self._engine = engine
+        self._config = config
+        self._names = config.served_names or (served_name(engine.config.model),)
+        self._codec = Codec(engine.text, engine.limits, self._names)
+        self._bodies = BodyReader(config)
+        self._created = int(time.time())
+
+    def app(self) -> Starlette:
+        posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "/v1/chat/completions": self._conversation(CHAT),
+            "/v1/responses": self._conversation(RESPONSES),
+            "/v1/messages": self._conversation(MESSAGES),
+            "/v1/messages/count_tokens": self._count_tokens,
+            "/v1/completions": self._complete,
+            "/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
+        }
+        gets: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "/v1/models": self._models,
+            "/v1/models/{name:path}": self._model,
+            "/health": self._health,
+            "/metrics": self._metrics,
+        }
+        routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
+        routes += [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()]
+        gate = Middleware(Gate, config=self._config)
+        return Starlette(routes=routes, middleware=[gate], exception_handlers={HTTPException: _leave_to_gate})
+
+    # ---- conversations and completions
+
+    def _conversation(self, api: Api) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            async with self._bodies.read(request) as body:
+                asked = await _run(partial(self._codec.ask, api), body)
+            request_id, fields = _note(request).request_id, asked.converted.fields
+            exchange = ConversationExchange(self._codec, asked, api.id_prefix + request_id)
+            stream = self._stream(request_id, asked.prompt, asked.params, fields.priority or 0)
+            return Answer(stream, exchange, self._config, is_stream=bool(fields.stream))
+
+        return answer
+
+    async def _complete(self, request: Request) -> Response:
+        async with self._bodies.read(request) as body:
+            asked = await _run(self._ask_completion, body)
+        request_id, priority = _note(request).request_id, asked.fields.priority or 0
+        exchanges = [
+            CompletionExchange(asked, f"cmpl-{request_id}", place * asked.params.n)
+            for place in range(len(asked.prompts))
+        ]
+        streams = [
+            self._stream(f"{request_id}-{place}", prompt, asked.params, priority)
+            for place, prompt in enumerate(asked.prompts)
+        ]
+        if len(streams) > 1:
+            return BatchAnswer(streams, exchanges)
+        return Answer(streams[0], exchanges[0], self._config, is_stream=bool(asked.fields.stream))
+
+    def _ask_completion(self, body: bytes) -> AskedCompletion:
+        asked = ask_completion(body, self._engine.limits.max_length)
+        self._codec.check_model(asked.fields.model)
+        return asked
+
+    def _stream(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int) -> TokenStream:
+        config = self._config
+        limits: dict[str, Any] = {"queue_timeout_s": config.queue_timeout_s, "timeout_s": config.timeout_s}
+        return self._engine.stream(prompt, params, request_id=request_id, priority=priority, **limits)
+
+    # ---- tokens
+
+    async def _count_tokens(self, request: Request) -> Response:
+        async with self._bodies.read(request) as body:
+            ids = await _run(partial(self._count, MESSAGES), body)
+        return _json({"input_tokens": len(ids)})
+
+    def _count(self, api: Api, body: bytes) -> list[int]:
+        return self._codec.encode(self._codec.convert(api, body).request)
+
+    async def _tokenize(self, request: Request) -> Response:
+        async with self._bodies.read(request) as body:
+            ids, tokens = await _run(self._token_ids, body)
+        found = {"count": len(ids), "max_model_len": self._engine.limits.max_length, "tokens": ids}
+        return _json(found | ({} if tokens is None else {"token_strs": tokens}))
+
+    def _token_ids(self, body: bytes) -> tuple[list[int], list[str] | None]:
+        text, fields = self._text(), decode_fields(body, TokenizeFields)
+        if fields.model is not None:
+            self._codec.check_model(fields.model)
+        if (fields.prompt is None) == (not bytes(fields.messages)):
+            raise InvalidRequest("prompt", "give a prompt or messages, and not both")
+        if fields.prompt is not None:
+            self._codec.check_characters("prompt", len(fields.prompt))
+            ids = text.encode(fields.prompt, add_special_tokens=fields.add_special_tokens)
+        else:
+            chat = {"model": self._names[0], "messages": fields.messages}
+            ids = self._count(CHAT, msgspec.json.encode(chat))
+        return ids, [text.spell(token_id) for token_id in ids] if fields.return_token_strs else None
+
+    async def _detokenize(self, request: Request) -> Response:
+        async with self._bodies.read(request) as body:
+            return _json({"prompt": await _run(self._spelt, body)})
+
+    def _spelt(self, body: bytes) -> str:
+        fields = decode_fields(body, DetokenizeFields)
+        if fields.model is not None:
+            self._codec.check_model(fields.model)
+        vocab_size, ids = self._engine.limits.vocab_size, fields.ids()
+        if max(ids, default=0) >= vocab_size:
+            raise InvalidRequest("tokens", f"{max(ids)}, ids of 0 to {vocab_size - 1} are expected")
+        return self._text().tokenizer.decode(ids, skip_special_tokens=fields.skip_special_tokens)
+
+    def _text(self) -> TextPipeline:
+        text = self._engine.text
+        if text is None:
+            raise HttpFault(501, "no_tokenizer", "this model has no tokenizer")
+        return text
+
+    # ---- what is served, and how it does
+
+    async def _models(self, request: Request) -> Response:
+        found = [self._described(name) for name in self._names]
+        ends = {"has_more": False, "first_id": self._names[0], "last_id": self._names[-1]}
+        return _json({"object": "list", "data": found, **ends})
+
+    async def _model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self._codec.check_model(name)
+        return _json(self._described(name))
+
+    def _described(self, name: str) -> dict[str, Any]:
+        """As OpenAI has it, and as Anthropic has it."""
+        openai = {"id": name, "object": "model", "created": self._created, "owned_by": "deepinfer"}
+        created_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._created))
+        anthropic = {"type": "model", "display_name": name, "created_at": created_at}
+        return openai | anthropic | {"max_model_len": self._engine.limits.max_length}
+
+    async def _health(self, request: Request) -> Response:
+        """Good while every step comes back in time, or none is due; a process that answers is not enough."""
+        health = self._engine.health()
+        is_stalled = health.stalled_s > self._config.stall_s
+        status = health.failure or ("stalled" if is_stalled else "ok")
+        found = {"status": status, "stalled_s": round(health.stalled_s, 3)}
+        return _json(found, 200 if status == "ok" else 503)
+
+    async def _metrics(self, request: Request) -> Response:
+        try:
+            from deepinfer.prometheus import CONTENT_TYPE, exposition
+        except ImportError:
+            raise HttpFault(501, "no_metrics", "metrics need prometheus-client: the `metrics` extra") from None
+        return Response(exposition(self._engine), headers={"content-type": CONTENT_TYPE})
+
+
+def served_name(model: str) -> str:
+    """What a model is called by those who ask for it: its name, or that of its folder or file."""
+    return model.rstrip("/").rpartition("/")[2].removesuffix(".gguf") or model
+
+
+def _note(request: Request) -> Note:
+    note: Note = request.scope["state"]["note"]
+    return note
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+async def _run(work: Callable[[bytes], T], body: bytes) -> T:
+    """Here if it is little, in a thread if not."""
+    return work(body) if len(body) <= INLINE_BYTES else await asyncio.to_thread(work, body)
+
+
+async def _leave_to_gate(request: Request, error: Exception) -> Response:
+    raise error

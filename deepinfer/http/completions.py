@@ -1,0 +1,195 @@
+"""/v1/completions: raw text or token ids in, text out, in the form that OpenAI's API had before chats.
+
+Special tokens that the prompt spells out are read as such. Pure: it knows nothing of HTTP, and engines only by their
+chunks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from deepinfer.http.exchange import Event, Usage, spelling
+from deepinfer.http.fault import HttpFault, ended_early, openai_error, refused
+from deepinfer.http.fields import (
+    MAX_IDS,
+    MAX_VALUES,
+    CompletionFields,
+    check_served,
+    check_values,
+    decode_fields,
+    decode_object,
+)
+from deepinfer.stream import TokenChunk, TokenLogprob
+from deepinfer_protocol import SamplingParams
+
+DEFAULT_MAX_TOKENS: Final = 16
+"""As OpenAI's API has it."""
+
+
+class AskedCompletion(NamedTuple):
+    """What a body asks for, ready for an engine."""
+
+    prompts: Sequence[str | list[int]]
+    params: SamplingParams
+    fields: CompletionFields
+
+
+def ask_completion(body: bytes, max_ids: int) -> AskedCompletion:
+    """Raises `HttpFault`, which names the field. The engine checks the values; `max_ids` are its context's."""
+    check_values(body, MAX_VALUES + max(max_ids, MAX_IDS))
+    fields = decode_fields(body, CompletionFields)
+    check_served(decode_object(body), CompletionFields)
+    prompts = fields.prompts(max_ids)
+    if len(prompts) > 1 and fields.stream:
+        raise refused("stream", "stream: several prompts are answered whole only", "unsupported")
+    if fields.echo and fields.logprobs is not None:
+        raise refused("echo", "echo: it is not served with logprobs", "unsupported")
+    given = {name: value for name in _PASSED if (value := getattr(fields, name)) is not None}
+    params = SamplingParams(
+        max_tokens=fields.max_tokens or DEFAULT_MAX_TOKENS, seq_seed=fields.seed, **given, **fields.sampling()
+    )
+    return AskedCompletion(prompts, params, fields)
+
+
+_PASSED: Final = (
+    "n",
+    "temperature",
+    "top_p",
+    "stop",
+    "logprobs",
+    "stop_token_ids",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+)
+
+
+class _Sample:
+    """One choice as it grows."""
+
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.finish_reason: str | None = None
+        self.num_characters = 0
+        """Told so far."""
+
+
+class CompletionExchange:
+    """Of one prompt; its choices are numbered from `first_index` on."""
+
+    done: str | None = "[DONE]"
+
+    def __init__(self, asked: AskedCompletion, response_id: str, first_index: int = 0) -> None:
+        self._fields = asked.fields
+        self._first_index = first_index
+        self._samples = [_Sample() for _ in range(asked.params.n)]
+        self._usage = Usage(0, 0, None)
+        self.num_completion_tokens = 0
+        head = {"id": response_id, "object": "text_completion", "created": int(time.time())}
+        self._head = {**head, "model": asked.fields.model}
+
+    @property
+    def is_finished(self) -> bool:
+        return all(sample.finish_reason is not None for sample in self._samples)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._usage.num_prompt_tokens
+
+    def begin(self, usage: Usage) -> list[Event]:
+        self._usage = usage
+        if not self._fields.echo:
+            return []
+        echo = _prompt_text(usage)
+        for sample in self._samples:
+            sample.text.append(echo)
+        return [event for index in range(len(self._samples)) for event in self._delta(index, echo, (), None)]
+
+    def push(self, chunk: TokenChunk) -> list[Event]:
+        if chunk.finish_reason not in (None, "stop", "length"):
+            raise ended_early(chunk.finish_reason)
+        sample = self._samples[chunk.sample_index]
+        sample.finish_reason = chunk.finish_reason
+        self.num_completion_tokens += len(chunk.token_ids)
+        logprobs = chunk.logprobs or ()
+        events = self._delta(chunk.sample_index, chunk.text, logprobs, chunk.finish_reason)
+        if not self._fields.stream:
+            sample.text.append(chunk.text)
+            sample.logprobs += logprobs
+        if self.is_finished and self._includes_usage:
+            events.append(self._event({**self._head, "choices": [], "usage": self.usage()}))
+        return events
+
+    def _delta(self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> list[Event]:
+        if not self._fields.stream or not (text or logprobs or reason):
+            return []
+        usage = {"usage": None} if self._includes_usage else {}
+        return [self._event({**self._head, "choices": [self._choice(index, text, logprobs, reason)], **usage})]
+
+    @property
+    def _includes_usage(self) -> bool:
+        options = self._fields.stream_options
+        return bool(self._fields.stream and options is not None and options.include_usage)
+
+    def _choice(self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
+        sample = self._samples[index]
+        known = None if self._fields.logprobs is None else self._spelt(logprobs, sample.num_characters)
+        sample.num_characters += len(text)
+        return {"index": self._first_index + index, "text": text, "logprobs": known, "finish_reason": reason}
+
+    def _spelt(self, entries: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+        source = self._usage.source
+        tokens = [spelling(source, entry.token_id) for entry in entries]
+        offsets = list(accumulate(map(len, tokens), initial=offset))[: len(tokens)]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [entry.logprob for entry in entries],
+            "top_logprobs": [{spelling(source, token): logprob for token, logprob in entry.top} for entry in entries],
+            "text_offset": offsets,
+        }
+
+    def usage(self) -> dict[str, Any]:
+        num_prompt, num_new = self._usage.num_prompt_tokens, self.num_completion_tokens
+        cached = {"cached_tokens": self._usage.num_cached_tokens}
+        return usage_of(num_prompt, num_new) | {"prompt_tokens_details": cached}
+
+    def failure(self, fault: HttpFault) -> Event:
+        return self._event(openai_error(fault))
+
+    def choices(self) -> list[dict[str, Any]]:
+        return [
+            self._choice(index, "".join(sample.text), sample.logprobs, sample.finish_reason)
+            for index, sample in enumerate(self._samples)
+        ]
+
+    def whole(self) -> bytes:
+        return msgspec.json.encode({**self._head, "choices": self.choices(), "usage": self.usage()})
+
+    def whole_of(self, exchanges: Sequence[CompletionExchange]) -> bytes:
+        """Of several prompts, under the head of this one."""
+        choices = [choice for exchange in exchanges for choice in exchange.choices()]
+        num_prompt = sum(exchange.num_prompt_tokens for exchange in exchanges)
+        num_new = sum(exchange.num_completion_tokens for exchange in exchanges)
+        return msgspec.json.encode({**self._head, "choices": choices, "usage": usage_of(num_prompt, num_new)})
+
+    @staticmethod
+    def _event(content: dict[str, Any]) -> Event:
+        return Event(msgspec.json.encode(content).decode())
+
+
+def usage_of(num_prompt: int, num_new: int) -> dict[str, Any]:
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
+
+
+def _prompt_text(usage: Usage) -> str:
+    source = usage.source
+    if source is None:
+        return ""
+    if source.text is not None:
+        return source.text
+    return "".join(spelling(source, token_id) for token_id in source.token_ids)

@@ -1,0 +1,136 @@
+"""Stands before every route: keys, the number of open requests, ids, faults as responses, one line of log a request.
+
+The log never has what was asked or answered: method, path, status, times and counts. Knows nothing of bodies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import secrets
+import time
+from typing import Final
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deepinfer.errors import DeepInferError
+from deepinfer.http.config import HttpConfig
+from deepinfer.http.fault import RETRY_AFTER_S, HttpFault, error_body, fault_of
+
+logger = logging.getLogger("deepinfer.http")
+access = logging.getLogger("deepinfer.http.access")
+
+OPEN_PATHS: Final = frozenset({"/health"})
+"""They ask for no key."""
+MAX_LOGGED_CHARACTERS: Final = 128
+GONE: Final = 499
+"""Logged where the client went before it had an answer; nobody gets it."""
+
+
+class Note:
+    """What the log will say of one request, and what it has come to."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.request_id = secrets.token_hex(12)
+        self.status = 0
+        self.num_prompt_tokens = 0
+        self.num_completion_tokens = 0
+        self.started_s = time.monotonic()
+
+    def line(self) -> str:
+        path = self.path[:MAX_LOGGED_CHARACTERS].encode("unicode_escape").decode()
+        took_ms = 1e3 * (time.monotonic() - self.started_s)
+        counts = f"prompt={self.num_prompt_tokens} completion={self.num_completion_tokens}"
+        return f"{self.request_id} {self.method} {path} {self.status} {took_ms:.0f}ms {counts}"
+
+
+class Gate:
+    """ASGI middleware of one server."""
+
+    def __init__(self, app: ASGIApp, config: HttpConfig) -> None:
+        self._app = app
+        self._config = config
+        self._keys = [_digest(key) for key in config.api_keys]
+        self.num_open = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        note = scope.setdefault("state", {})["note"] = Note(scope)
+        send = _noting(note, send)
+        try:
+            await self._enter(note, scope, receive, send)
+        except ClientDisconnect:
+            note.status = GONE
+        except Exception as error:
+            await self._refuse(note, _as_fault(error), send)
+        finally:
+            access.info(note.line())
+
+    async def _enter(self, note: Note, scope: Scope, receive: Receive, send: Send) -> None:
+        if note.path not in OPEN_PATHS:
+            self._check_key(Headers(scope=scope))
+        if note.method != "POST":
+            await self._app(scope, receive, send)
+            return
+        if self.num_open >= self._config.max_open_requests:
+            raise HttpFault(429, "overloaded", "too many requests are open", retry_after_s=RETRY_AFTER_S)
+        self.num_open += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self.num_open -= 1
+
+    def _check_key(self, headers: Headers) -> None:
+        """In a time that says nothing of the keys: every one is compared, by digests of one length."""
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        given = headers.get("x-api-key", "") or (token.strip() if scheme.lower() == "bearer" else "")
+        digest = _digest(given)
+        is_known = [hmac.compare_digest(digest, key) for key in self._keys]
+        if self._keys and not any(is_known):
+            raise HttpFault(401, "invalid_api_key", "a key is expected: authorization: Bearer KEY, or x-api-key: KEY")
+
+    async def _refuse(self, note: Note, fault: HttpFault, send: Send) -> None:
+        if note.status:
+            return  # the response has begun: all that is left is to cut it off
+        body = error_body(fault, note.path)
+        headers = {"content-type": "application/json", "content-length": str(len(body)), **fault.headers}
+        raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": fault.status, "headers": raw})
+        await send({"type": "http.response.body", "body": body})
+
+
+def _noting(note: Note, send: Send) -> Send:
+    """`send`, with the status noted, and the request's id under the names that the SDKs look for."""
+
+    async def noting(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            note.status = message["status"]
+            headers = MutableHeaders(scope=message)
+            headers["x-request-id"] = headers["request-id"] = note.request_id
+        await send(message)
+
+    return noting
+
+
+def _as_fault(error: Exception) -> HttpFault:
+    if isinstance(error, HttpFault):
+        return error
+    if isinstance(error, DeepInferError):
+        return fault_of(error)
+    if isinstance(error, HTTPException):
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http")
+        return HttpFault(error.status_code, code, error.detail)
+    logger.error("a request failed", exc_info=error)
+    return HttpFault(500, "internal", "the server failed")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
