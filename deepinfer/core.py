@@ -249,6 +249,8 @@ class EngineCore:
             self._link.send(filled.batch.rank, filled.batch)
             for seq, error in filled.failures:
                 self._fail_request(seq.request, error)
+            if filled.failures:
+                self.wake()
         except Exception as error:
             self._crash(error)
 

@@ -34,7 +34,7 @@ from deepinfer.group import ProgressReport, WorkerGroup
 from deepinfer.home import CallerLoop, OwnThread, call_threadsafe
 from deepinfer.intake import Intake, Messages, Prompt
 from deepinfer.many import generate_many
-from deepinfer.masks import FilledMasks, MaskJob, fill_masks
+from deepinfer.mask_thread import MaskThread
 from deepinfer.metrics import EngineMetrics, Metric
 from deepinfer.migrating import rename_options, rename_settings
 from deepinfer.observer import Observer
@@ -126,8 +126,8 @@ class Engine:
         self._state = _State.STARTING
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="deepinfer-text")
         self._grammar_executor = deep_thread("deepinfer-grammar")
-        self._mask_executor = deep_thread("deepinfer-masks")
         self._home: CallerLoop | OwnThread = OwnThread() if self.config.own_thread else CallerLoop()
+        self._mask_thread = MaskThread(self._home.loop)
         self._starting = asyncio.create_task(self._open(_on_this_loop(on_progress)))
         try:
             await self._starting
@@ -186,7 +186,7 @@ class Engine:
             self._home.loop,
             _core_config(config),
             self._observers,
-            fill_masks=self._fill_masks,
+            fill_masks=self._mask_thread.fill,
         )
         self._core.on_failure = self._group.supervisor.kill
         next_seed = None if config.seed < 0 else partial(random.Random(config.seed).getrandbits, SEED_BITS)
@@ -205,16 +205,6 @@ class Engine:
     def _open_grammars(self) -> GrammarCompiler:
         tokenizer = None if self._text is None else self._text.tokenizer.to_json()
         return GrammarCompiler(tokenizer, self._limits.vocab_size, self._limits.eos_token_ids)
-
-    def _fill_masks(self, job: MaskJob, hand_on: Callable[[FilledMasks], None]) -> None:
-        """In a thread, and in the order of the jobs."""
-        self._mask_executor.submit(self._fill_now, job, hand_on)
-
-    def _fill_now(self, job: MaskJob, hand_on: Callable[[FilledMasks], None]) -> None:
-        try:
-            self._post(hand_on, fill_masks(job))
-        except EngineClosed:
-            pass  # nobody waits for them
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -263,8 +253,9 @@ class Engine:
 
     def _release(self) -> None:
         """Whatever is left of an engine that did not open, or has closed."""
-        for executor in (self._executor, self._grammar_executor, self._mask_executor):
+        for executor in (self._executor, self._grammar_executor):
             executor.shutdown(wait=False, cancel_futures=True)
+        self._mask_thread.close()
         self._home.call(self._kill_group)
         self._home.close()
 
@@ -277,6 +268,7 @@ class Engine:
     def __del__(self) -> None:
         if getattr(self, "_state", None) is _State.RUNNING and os.getpid() == self._pid:
             warnings.warn(f"{self.config.model}: an engine was not closed", ResourceWarning, source=self, stacklevel=1)
+            self._mask_thread.close()
             self._home.call(self._group.kill)
             self._home.close(wait=False)
 
