@@ -134,6 +134,7 @@ class Rank:
         self._most_drafts: list[int] = []  # of each of them, as many as it may verify
         self._survivals: list[bytes] = []  # of these drafts
         self._draft_plan = _NO_DRAFTS
+        self._masked_step = -1  # the last with rows that decode and wait for masks
         self._num_reserved = 0  # positions kept for them
         self.budget = 0  # positions that the plan under construction may still take
 
@@ -168,15 +169,13 @@ class Rank:
         """A row for every decoding sequence that may have one more token.
 
         Where drafts are in flight, that is said of the most that they may bring: a sequence whose length or blocks may
-        have come to their end has no row until the results say that they have not. One that waits for masks has none
-        either, until its last token is here: its mask could not be in time, and nobody else shall wait for it.
+        have come to their end has no row until the results say that they have not.
         """
+        left_out = self._left_out()
         for seq in [seq for seq in self.decode if seq.num_planned + seq.num_drafts >= seq.limit]:
-            if seq in self.decode and seq.is_ready:
+            if seq in self.decode and seq not in left_out:
                 self._grow(seq)
-        self._rows = rows = [
-            seq for seq in self.decode if seq.num_planned < seq.limit and (seq.matcher is None or seq.is_ready)
-        ]
+        self._rows = rows = [seq for seq in self.decode if seq.num_planned < seq.limit and seq not in left_out]
         if self.drafts.longest:
             self._most_drafts = [min(seq.num_drafts, seq.limit - seq.num_planned - 1) for seq in rows]
             self._survivals = [seq.foresee(most) for seq, most in zip(rows, self._most_drafts, strict=True)]
@@ -190,6 +189,19 @@ class Rank:
         self.budget -= self._num_reserved
         self._num_positions = [1] * len(rows)
         self._flags = [_SAMPLE if seq.matcher is None else _WAIT for seq in rows]
+        if _WAIT in self._flags:
+            self._masked_step = step_id
+
+    def _left_out(self) -> set[Sequence]:
+        """Decoding sequences that wait for masks, and get no row now.
+
+        The mask of one whose last token is not here could not be in time, and nobody else shall wait for it. The others
+        wait with it: by turns, in halves of the batch, everybody would take longer.
+        """
+        masked = {seq for seq in self.decode if seq.matcher is not None}
+        if masked and not self.release.is_in_flight(self._masked_step):
+            return {seq for seq in masked if not seq.is_caught_up}
+        return masked
 
     def plan_drafts(self) -> None:
         """How many drafts the step verifies in the positions that nothing else has taken, and how many it makes."""

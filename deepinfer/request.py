@@ -250,9 +250,9 @@ class Sequence:
         return self.num_planned - self.num_unsure
 
     @property
-    def is_ready(self) -> bool:
-        """Can a row of it be sampled, whatever steps in flight bring? Not while its mask needs a token of theirs."""
-        return self.matcher is None or self.num_planned < len(self.tokens)
+    def is_caught_up(self) -> bool:
+        """Are the tokens of all steps sent so far here? The mask of the next one needs them."""
+        return self.num_planned < len(self.tokens)
 
     def take_unmatched(self) -> array[int]:
         """Tokens that its matcher has not been given. It keeps what it has, also where the sample is computed again."""
