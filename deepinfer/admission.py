@@ -16,6 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from deepinfer.errors import ContextLengthExceeded, InvalidRequest
+from deepinfer.grammar import grammar_source
 from deepinfer_protocol import LogitShaping, SamplingParams, SlotSampling, pack_float32, pack_int32
 from deepinfer_protocol.limits import (
     MAX_BAD_WORD_IDS,
@@ -114,6 +115,7 @@ def check_params(params: Any, limits: ModelLimits) -> SamplingParams:
     _check_stop_strings(params, limits)
     _check_token_lists(params, limits.vocab_size)
     _check_bad_words(params.bad_words, limits)
+    grammar_source(params)
     return params
 
 

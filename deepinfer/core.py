@@ -21,6 +21,7 @@ from deepinfer.admission import Admitted
 from deepinfer.draft_counts import DraftCounts
 from deepinfer.errors import DeepInferError, EngineClosed, EngineError, SlowConsumer, WorkerLost
 from deepinfer.link import WorkerLink
+from deepinfer.masks import FilledMasks, FillMasks, MaskJob, fill_now
 from deepinfer.observer import Observer, Observers, StepReport
 from deepinfer.outbox import Outbox
 from deepinfer.output import OutputText
@@ -96,8 +97,12 @@ class EngineCore:
         config: CoreConfig,
         observers: Sequence_[Observer] = (),
         stopwatch: Callable[[], float] = time.monotonic,
+        fill_masks: FillMasks = fill_now,
     ) -> None:
-        """`stopwatch` is for the observers alone: a loop's own time may stand still within a turn of the loop."""
+        """`fill_masks` may fill them in a thread; what it hands them on to is called on the core's own.
+
+        `stopwatch` is for the observers alone: a loop's own time may stand still within a turn of the loop.
+        """
         self.scheduler = scheduler
         self.scheduler.on_finish = self._note_end
         self.observer = Observers(observers)
@@ -112,6 +117,7 @@ class EngineCore:
         self._inbox: deque[tuple[Callable[[Any], None], Any]] = deque()
         self._outbox = Outbox(clock)
         self._stopwatch = stopwatch
+        self._fill_masks = fill_masks
         self._ended: list[tuple[Request, str]] = []  # not yet told to the observers
         self._is_pump_due = False
         self._timer: Timer | None = None
@@ -230,6 +236,28 @@ class EngineCore:
             for rank, rank_step in enumerate(step.ranks):
                 self._link.send(rank, rank_step.plan)
             sending.times_s = (planning_s, planned_s, self._stopwatch())
+            for rank, rank_step in enumerate(step.ranks):
+                if rank_step.masked:
+                    job = MaskJob(self.scheduler.epoch, step.step_id, rank, rank_step.masked)
+                    self._fill_masks(job, self.take_masks)
+
+    def take_masks(self, filled: FilledMasks) -> None:
+        """Masks that rows of a step wait for. A sample that cannot go on ends its request, with the reason."""
+        if self.failure is not None:
+            return
+        try:
+            self._link.send(filled.batch.rank, filled.batch)
+            for seq, error in filled.failures:
+                self._fail_request(seq.request, error)
+            if filled.failures:
+                self.wake()
+        except Exception as error:
+            self._crash(error)
+
+    def _fail_request(self, request: Request, error: DeepInferError) -> None:
+        if self._is_open(request):
+            self.scheduler.finish_request(request, "abort", self._clock.time())
+            self._outbox.add((request.user, error))
 
     def on_message(self, rank: int, message: AnyMessage) -> None:
         if self.failure is not None:

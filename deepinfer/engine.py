@@ -24,14 +24,17 @@ from deepinfer.chat import chat_options
 from deepinfer.config import EngineConfig, resolve_config
 from deepinfer.core import CoreConfig, CoreStats, EngineCore
 from deepinfer.costs import CostTable
+from deepinfer.deep_thread import deep_thread
 from deepinfer.deepseek_chat import deepseek_family
 from deepinfer.draft_settings import check_drafts, cost_table, draft_policy
 from deepinfer.errors import ConfigError, DeepInferError, EngineClosed, ForkedEngine, InvalidRequest, WrongLoop
 from deepinfer.fit import check_fit
+from deepinfer.grammar_compiler import GrammarCompiler
 from deepinfer.group import ProgressReport, WorkerGroup
 from deepinfer.home import CallerLoop, OwnThread, call_threadsafe
 from deepinfer.intake import Intake, Messages, Prompt
 from deepinfer.many import generate_many
+from deepinfer.mask_thread import MaskThread
 from deepinfer.metrics import EngineMetrics, Metric
 from deepinfer.migrating import rename_options, rename_settings
 from deepinfer.observer import Observer
@@ -131,7 +134,9 @@ class Engine:
             raise EngineClosed(f"an engine is opened once; this one is {self._state}")
         self._state = _State.STARTING
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="deepinfer-text")
+        self._grammar_executor = deep_thread("deepinfer-grammar")
         self._home: CallerLoop | OwnThread = OwnThread() if self.config.own_thread else CallerLoop()
+        self._mask_thread = MaskThread(self._home.loop)
         self._starting = asyncio.create_task(self._open(_on_this_loop(on_progress)))
         try:
             await self._starting
@@ -184,10 +189,31 @@ class Engine:
         drafts = [draft_policy(config, rank.num_drafts, rank.costs) for rank in ready]
         self._costs = cost_table(config, ready[0].costs) if ready[0].num_drafts else None
         scheduler = Scheduler(_scheduler_config(config), shapes, epoch=self._group.epoch, drafts=drafts)
-        self._core = EngineCore(scheduler, self._group.link, self._home.loop, _core_config(config), self._observers)
+        self._core = EngineCore(
+            scheduler,
+            self._group.link,
+            self._home.loop,
+            _core_config(config),
+            self._observers,
+            fill_masks=self._mask_thread.fill,
+        )
         self._core.on_failure = self._group.supervisor.kill
         next_seed = None if config.seed < 0 else partial(random.Random(config.seed).getrandbits, SEED_BITS)
-        self._intake = Intake(self._limits, self._text, self._executor, self._core, self._post, next_seed)
+        grammars = await asyncio.get_running_loop().run_in_executor(self._grammar_executor, self._open_grammars)
+        self._intake = Intake(
+            self._limits,
+            self._text,
+            self._executor,
+            grammars,
+            self._grammar_executor,
+            self._core,
+            self._post,
+            next_seed,
+        )
+
+    def _open_grammars(self) -> GrammarCompiler:
+        tokenizer = None if self._text is None else self._text.tokenizer.to_json()
+        return GrammarCompiler(tokenizer, self._limits.vocab_size, self._limits.eos_token_ids)
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -236,7 +262,9 @@ class Engine:
 
     def _release(self) -> None:
         """Whatever is left of an engine that did not open, or has closed."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        for executor in (self._executor, self._grammar_executor):
+            executor.shutdown(wait=False, cancel_futures=True)
+        self._mask_thread.close()
         self._home.call(self._kill_group)
         self._home.close()
 
@@ -249,6 +277,7 @@ class Engine:
     def __del__(self) -> None:
         if getattr(self, "_state", None) is _State.RUNNING and os.getpid() == self._pid:
             warnings.warn(f"{self.config.model}: an engine was not closed", ResourceWarning, source=self, stacklevel=1)
+            self._mask_thread.close()
             self._home.call(self._group.kill)
             self._home.close(wait=False)
 

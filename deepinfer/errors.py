@@ -3,7 +3,8 @@
 DeepInferError
 ├── InvalidRequest                refused before the core sees it; names the field and the limit
 │   ├── ContextLengthExceeded
-│   └── DuplicateRequestId
+│   ├── DuplicateRequestId
+│   └── GrammarError              a schema, an expression or a grammar that cannot be had
 ├── Overloaded                    refused for now; says when to come back
 ├── SlowConsumer                  the stream was held but not read for too long
 ├── ModelError                    the model cannot be served
@@ -54,6 +55,13 @@ class DuplicateRequestId(InvalidRequest):
     """A request with this id is open."""
 
     code = "duplicate"
+
+
+class GrammarError(InvalidRequest):
+    """What the output is to be forced into cannot be parsed, or enforced within the limits, or contradicts what else
+    was asked. Found before the request runs; a contradiction, or a limit, also while it does."""
+
+    code = "grammar"
 
 
 class Overloaded(DeepInferError):

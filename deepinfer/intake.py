@@ -1,7 +1,8 @@
 """From what a caller gave to a request of the core: every check that needs no queue, and the encoding of text.
 
-A request whose text is long is known to the core before it is encoded, in a thread: it has its id, its deadlines and
-its share of the load, and it can be aborted. Knows nothing of loops, streams or workers.
+A request whose text is long, or whose output is forced into something, is known to the core before its text is encoded
+and its grammar compiled, in a thread: it has its id, its deadlines and its share of the load, and it can be aborted.
+Knows nothing of loops, streams or workers.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from deepinfer.admission import (
 from deepinfer.chat import ChatOptions
 from deepinfer.core import EngineCore
 from deepinfer.errors import DeepInferError, EngineClosed, EngineError, InvalidRequest
+from deepinfer.grammar import GrammarSource, grammar_source
+from deepinfer.grammar_compiler import Grammar, GrammarCompiler
 from deepinfer.migrating import plain_prompt
 from deepinfer.request import Request
 from deepinfer.stream import Mailbox, PromptLogprobs, Source
@@ -55,18 +58,24 @@ class Intake:
         limits: ModelLimits,
         text: TextPipeline | None,
         executor: ThreadPoolExecutor,
+        grammars: GrammarCompiler,
+        grammar_executor: ThreadPoolExecutor,
         core: EngineCore,
         post: Callable[[Callable[[Any], None], Any], None],
         next_seed: Callable[[], int] | None = None,
     ) -> None:
         """`post(action, argument)` runs an action in the core, in the order of the calls, from any thread.
 
-        `next_seed` gives the seed of each request that has none of its own; `None`: the system's generator does.
+        Text is encoded in `executor`; `grammars` compiles in an executor of its own, which must have one thread: nobody
+        waits for the grammars of others. `next_seed` gives the seed of each request that has none of its own; `None`:
+        the system's generator does.
         """
         self._next_seed = next_seed
         self._limits = limits
         self._text = text
         self._executor = executor
+        self._grammars = grammars
+        self._grammar_executor = grammar_executor
         self._core = core
         self._post = post
 
@@ -86,6 +95,7 @@ class Intake:
         """Check and submit. Raises `InvalidRequest`; what is found later closes the mailbox with it."""
         request_id = check_request_id(request_id)
         params = check_params(params, self._limits)
+        source = grammar_source(params)
         now = time.monotonic()
         options: Any = {
             "priority": check_priority(priority),
@@ -106,7 +116,7 @@ class Intake:
         if params.seq_seed is None and params.temperature and self._next_seed is not None:
             params = replace(params, seq_seed=self._next_seed())  # here, where the order of the calls is known
         is_quick = _is_quick(prompt, messages) and len(chat.tools or b"") <= INLINE_CHARACTERS
-        if is_quick and not is_long(params):
+        if is_quick and source is None and not is_long(params):
             return self._submit(request_id, prompt, messages, chat, params, options)
         if messages is None and not isinstance(prompt, str):
             prompt = check_token_ids(prompt, self._limits)
@@ -114,7 +124,8 @@ class Intake:
         expected = min(_num_expected_tokens(prompt, messages), self._limits.max_length)
         request = Request.unencoded(request_id, params.n, expected, **options)
         self._post(self._core.submit, request)
-        self._executor.submit(self._encode_later, request, prompt, messages, chat, params)
+        executor = self._executor if source is None else self._grammar_executor
+        executor.submit(self._encode_later, request, prompt, messages, chat, params, source)
         return request
 
     def _submit(
@@ -141,13 +152,16 @@ class Intake:
         messages: Messages | None,
         chat: ChatOptions,
         params: SamplingParams,
+        source: GrammarSource | None,
     ) -> None:
-        """In the encoder's thread. What goes wrong here is the request's, and told to its reader."""
+        """In a thread. What goes wrong here is the request's, and told to its reader."""
         if request.num_unfinished == 0 or request.user.is_closed:
             return  # ended meanwhile
         try:
             text, ids = self._encode(prompt, messages, chat)
             admitted = self._admit(params, ids)
+            if source is not None:
+                self._attach_matchers(request, self._grammars.compile(source), ids, admitted)
             self._attach_text(request, params, text, ids, admitted)
         except DeepInferError as error:
             self._post_late(self._core.refuse, (request, error))
@@ -187,6 +201,11 @@ class Intake:
             outputs = self._text.outputs(params, prompt, admitted.stop_strings)
             for seq, output in zip(request.samples, outputs, strict=True):
                 seq.user = output
+
+    def _attach_matchers(self, request: Request, grammar: Grammar, prompt: array[int], admitted: Admitted) -> None:
+        opening_id = None if self._text is None else self._text.answer_opening(prompt)
+        for seq, sampling in zip(request.samples, admitted.sampling, strict=True):
+            seq.matcher = grammar.matcher(sampling, opening_id)
 
     def _encode(
         self, prompt: Prompt | None, messages: Messages | None, chat: ChatOptions

@@ -44,7 +44,7 @@ PARAM_ALIASES: Final[Mapping[str, str]] = {
     "sampling_seed": "seq_seed",
     "no_stop_trim": "include_stop_str_in_output",
 }
-_CONSTRAINED: Final = "constrained decoding is not served; allowed_token_ids and bad_words are"
+_CONSTRAINED: Final = "give json_schema, regex, choice or grammar (Lark) itself"
 FOREIGN_PARAMS: Final[Table] = {
     "use_beam_search": Elsewhere("beam search is not served: take the best cumulative_logprob of n samples", (False,)),
     "beam_width": Elsewhere("beam search is not served: take the best cumulative_logprob of n samples", (None, 1)),
@@ -53,8 +53,6 @@ FOREIGN_PARAMS: Final[Table] = {
     "early_stopping": Elsewhere("beam search is not served", (False, None)),
     "structured_outputs": Elsewhere(_CONSTRAINED),
     "guided_decoding": Elsewhere(_CONSTRAINED),
-    "json_schema": Elsewhere(_CONSTRAINED),
-    "regex": Elsewhere(_CONSTRAINED),
     "ebnf": Elsewhere(_CONSTRAINED),
     "structural_tag": Elsewhere(_CONSTRAINED),
     "stop_regex": Elsewhere("stop takes strings, not patterns: end the request from your loop", (None, [], ())),

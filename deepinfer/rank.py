@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from deepinfer.blocks import BlockPool
 from deepinfer.budget import DraftPlan, DraftPolicy
+from deepinfer.masks import MaskRow
 from deepinfer.prefix import chain_root, extend_chain
 from deepinfer.release import DeferredRelease
 from deepinfer.request import Sequence, State
@@ -71,6 +72,8 @@ class RankStep(Struct):
     """Rows that bring log probabilities of their prompt, in the order of the result's."""
     drafted: DraftedRows | None = None
     """`None`: nobody drafts."""
+    masked: list[MaskRow] = []
+    """Rows that wait for a mask."""
 
 
 class _Columns(NamedTuple):
@@ -87,6 +90,7 @@ class _Columns(NamedTuple):
 _NO_COLUMNS: Final = _Columns([], b"", b"", b"")
 _NO_DRAFTS: Final = DraftPlan(0, 0)
 _SAMPLE: Final = int(RowFlag.SAMPLE)  # for every row of every step: the flag's own arithmetic is slow
+_WAIT: Final = int(RowFlag.SAMPLE | RowFlag.WAITS_FOR_MASK)
 
 
 class Rank:
@@ -130,6 +134,7 @@ class Rank:
         self._most_drafts: list[int] = []  # of each of them, as many as it may verify
         self._survivals: list[bytes] = []  # of these drafts
         self._draft_plan = _NO_DRAFTS
+        self._masked_step = -1  # the last with rows that decode and wait for masks
         self._num_reserved = 0  # positions kept for them
         self.budget = 0  # positions that the plan under construction may still take
 
@@ -166,10 +171,11 @@ class Rank:
         Where drafts are in flight, that is said of the most that they may bring: a sequence whose length or blocks may
         have come to their end has no row until the results say that they have not.
         """
+        left_out = self._left_out()
         for seq in [seq for seq in self.decode if seq.num_planned + seq.num_drafts >= seq.limit]:
-            if seq in self.decode:
+            if seq in self.decode and seq not in left_out:
                 self._grow(seq)
-        self._rows = rows = [seq for seq in self.decode if seq.num_planned < seq.limit]
+        self._rows = rows = [seq for seq in self.decode if seq.num_planned < seq.limit and seq not in left_out]
         if self.drafts.longest:
             self._most_drafts = [min(seq.num_drafts, seq.limit - seq.num_planned - 1) for seq in rows]
             self._survivals = [seq.foresee(most) for seq, most in zip(rows, self._most_drafts, strict=True)]
@@ -182,11 +188,24 @@ class Rank:
         self._num_reserved = min(sum(self._most_drafts), self.budget // 2)
         self.budget -= self._num_reserved
         self._num_positions = [1] * len(rows)
-        self._flags = [_SAMPLE] * len(rows)
+        self._flags = [_SAMPLE if seq.matcher is None else _WAIT for seq in rows]
+        if _WAIT in self._flags:
+            self._masked_step = step_id
+
+    def _left_out(self) -> set[Sequence]:
+        """Decoding sequences that wait for masks, and get no row now.
+
+        The mask of one whose last token is not here could not be in time, and nobody else shall wait for it. The others
+        wait with it: by turns, in halves of the batch, everybody would take longer.
+        """
+        masked = {seq for seq in self.decode if seq.matcher is not None}
+        if masked and not self.release.is_in_flight(self._masked_step):
+            return {seq for seq in masked if not seq.is_caught_up}
+        return masked
 
     def plan_drafts(self) -> None:
         """How many drafts the step verifies in the positions that nothing else has taken, and how many it makes."""
-        if not self.drafts.longest or _SAMPLE not in self._flags:
+        if not self.drafts.longest or not any(self._flags):
             return
         num_other = sum(self._num_positions) - self._num_decodes
         room = self.budget + self._num_reserved
@@ -198,10 +217,10 @@ class Rank:
         for seq, most in zip(self._rows, self._most_drafts, strict=False):
             seq.num_planned += most
             seq.num_unsure += most
-            seq.num_drafts = num_drafts
+            seq.num_drafts = num_drafts if seq.matcher is None else 0  # a mask is of one place: none is verified
         for seq, flags in zip(self._rows[self._num_decodes :], self._flags[self._num_decodes :], strict=True):
             if flags:
-                seq.num_drafts = num_drafts
+                seq.num_drafts = num_drafts if seq.matcher is None else 0
 
     def plan_prefills(self, step_id: int, chunk: int) -> None:
         """Chunks of the prompts that are under way, in order, at most `chunk` positions each."""
@@ -222,7 +241,7 @@ class Rank:
         is_complete = seq.num_planned == len(seq.tokens)
         self._rows.append(seq)
         self._num_positions.append(num_positions)
-        self._flags.append(_SAMPLE if is_complete else 0)
+        self._flags.append(0 if not is_complete else _SAMPLE if seq.matcher is None else _WAIT)
         if is_complete:
             seq.move(State.DECODE)
             del self.prefill[seq]
@@ -268,13 +287,21 @@ class Rank:
         prefills = zip(rows[self._num_decodes :], self._flags[self._num_decodes :], strict=True)
         # By the flag, not by the state: admission may have preempted a row since it was planned.
         sampled = [seq for seq, flags in prefills if flags & _SAMPLE]
+        masked = self._masked_rows() if _WAIT in self._flags else []
         self._retired, self._admits, self._appends = [], [], []
         self._num_admitted_bytes = 0
         for seq in rows[self._num_decodes :]:
             self.publish(seq)
         self._rows = []
         prompts, self._prompts = self._prompts, []
-        return RankStep(plan, expected, rows[: self._num_decodes] + sampled, prompts, drafted)
+        return RankStep(plan, expected, rows[: self._num_decodes] + sampled, prompts, drafted, masked)
+
+    def _masked_rows(self) -> list[MaskRow]:
+        return [
+            MaskRow(seq, seq.matcher, seq.slot, seq.take_unmatched())
+            for seq, flags in zip(self._rows, self._flags, strict=True)
+            if flags == _WAIT and seq.matcher is not None
+        ]
 
     def _pack_most_drafts(self) -> bytes:
         if not self._draft_plan.verify_budget:

@@ -48,6 +48,9 @@ class DeferredRelease:
         while self._held and self._held[0].fence <= step_id:
             self._finish(heappop(self._held))
 
+    def is_in_flight(self, step_id: int) -> bool:
+        return step_id > self._applied
+
     @property
     def num_slots(self) -> int:
         """Slots on their way back."""

@@ -9,10 +9,13 @@ from array import array
 from collections.abc import Sequence as Sequence_
 from enum import Enum
 from math import inf
-from typing import Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from deepinfer.draft_counts import DraftCounts
 from deepinfer_protocol import SlotSampling
+
+if TYPE_CHECKING:
+    from deepinfer.matcher import Matcher
 
 FinishReason = Literal["stop", "length", "abort", "queue_timeout", "timeout", "slow_consumer"]
 
@@ -173,10 +176,12 @@ class Sequence:
         "last_token_s",
         "limit",
         "marked_hashes",
+        "matcher",
         "max_length",
         "min_length",
         "num_computed",
         "num_drafts",
+        "num_matched",
         "num_planned",
         "num_prompt",
         "num_published",
@@ -218,13 +223,14 @@ class Sequence:
         self.is_marked = False  # its slot state was rebuilt by a bounded replay
         self.held_block_ids: list[int] = []  # prompt blocks kept for a sample that still waits
         self.finish_reason: FinishReason | None = None
+        self.matcher: Matcher | None = None  # its next token waits for a mask
         self.user: Any = None
 
     def take_prompt(self) -> None:
         """Copies of what the request says of its prompt: they are read for every row of every step."""
         request = self.request
         self.tokens = request.prompt  # the request's own, until there is a slot
-        self.num_prompt = len(request.prompt)
+        self.num_prompt = self.num_matched = len(request.prompt)
         self.max_length = request.max_length
         self.stop_ids = request.stop_ids
         self.min_length = request.sampling[self.sample_index].min_length
@@ -242,6 +248,17 @@ class Sequence:
     def lowest_length(self) -> int:
         """Positions that steps sent so far compute, whatever becomes of their drafts."""
         return self.num_planned - self.num_unsure
+
+    @property
+    def is_caught_up(self) -> bool:
+        """Are the tokens of all steps sent so far here? The mask of the next one needs them."""
+        return self.num_planned < len(self.tokens)
+
+    def take_unmatched(self) -> array[int]:
+        """Tokens that its matcher has not been given. It keeps what it has, also where the sample is computed again."""
+        tokens = self.tokens[self.num_matched :]
+        self.num_matched = len(self.tokens)
+        return tokens
 
     def foresee(self, num_drafts: int) -> bytes:
         """How likely drafts are to be reached that its next row may verify, as far as that may be known by then.

@@ -29,6 +29,7 @@ class TextPipeline:
         self.chat = self._chat_format(path, path if model is None else model)
         self.has_chat_template = self.chat.is_known
         self._detokenizers = DetokenizerFactory(self.tokenizer)
+        self._reasoning_ids = self.tokenizer.reasoning_ids
         ids = range(self.tokenizer.vocab_size)
         self.max_token_characters = max((len(self.tokenizer.token(token_id) or "") for token_id in ids), default=1)
 
@@ -45,6 +46,11 @@ class TextPipeline:
     def spell(self, token_id: int) -> str:
         """A token by itself; bytes that are no whole character come as U+FFFD."""
         return self.tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def answer_opening(self, prompt: array[int]) -> int | None:
+        """The token behind which the answer to `prompt` begins, where the prompt lets the model think before it."""
+        ids = self._reasoning_ids
+        return ids[1] if ids is not None and prompt[-1] == ids[0] else None
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions = NO_OPTIONS) -> ChatPrompt:
         """The model's own chat format, ready for an answer. Raises `InvalidRequest`."""

@@ -87,6 +87,16 @@ class Tokenizer:
         return isinstance(self._backend.decoder, decoders.ByteLevel)
 
     @property
+    def reasoning_ids(self) -> tuple[int, int] | None:
+        """The tokens between which a model thinks, if its vocabulary has such."""
+        ids = {token.content: token_id for token_id, token in self._backend.get_added_tokens_decoder().items()}
+        return (ids["<think>"], ids["</think>"]) if {"<think>", "</think>"} <= ids.keys() else None
+
+    def to_json(self) -> str:
+        """As a tokenizer.json."""
+        return self._backend.to_str()
+
+    @property
     def bos_token(self) -> str:
         return self._text_of(self.bos_token_id)
 

@@ -40,6 +40,7 @@ LAYERS: Final = {
                 "deepseek_recipe",
                 "huggingface_hub",
                 "jinja2",
+                "llguidance",
                 "msgspec",
                 "prometheus_client",
                 "rich",

@@ -1,6 +1,7 @@
 """What a user may ask of the sampling of one request. Data only: `deepinfer.admission` checks it.
 
-A token is chosen in this order: `allowed_token_ids`, `banned_token_ids`, `bad_words` and `min_tokens` take tokens out,
+A token is chosen in this order: what the output is forced into (`json_schema`, `regex`, `choice`, `grammar`),
+`allowed_token_ids`, `banned_token_ids`, `bad_words` and `min_tokens` take tokens out,
 `logit_bias` is added, the penalties are taken off, `temperature` divides, then `min_p`, `top_k` and `top_p` cut, and
 what is left is sampled. Log probabilities are those of the model, before all of it.
 """
@@ -46,6 +47,16 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     """These tokens are not sampled."""
     bad_words: Sequence[str | Sequence[int]] | None = None
     """Words, as text or as token ids, of which the last token is not sampled where the output ends with the others."""
+    json_schema: Mapping[str, Any] | str | bool | None = None
+    """The output is a JSON text that this schema (draft 2020-12) accepts, properties in the schema's order. What cannot
+    be enforced is refused. One of `json_schema`, `regex`, `choice` and `grammar` may be given; in all of them a sample
+    that ends with `stop` is whole, unless a stop string or a stop token of yours has cut it."""
+    regex: str | None = None
+    """The whole output matches this expression (as Rust's `regex` has it: no look-around, no references back)."""
+    choice: Sequence[str] | None = None
+    """The output is one of these."""
+    grammar: str | None = None
+    """The output is of this grammar, in Lark's notation (as llguidance has it)."""
     n: int = 1
     """How many samples of the same prompt; they share the prompt's blocks."""
     stop: str | Sequence[str] | None = ()

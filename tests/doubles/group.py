@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 
 import msgspec
 
@@ -11,6 +12,7 @@ from deepinfer.rank import CacheShape
 from deepinfer_protocol import (
     AnyMessage,
     MaskBatch,
+    RowFlag,
     StepPlan,
     StepResult,
     WorkerConfig,
@@ -49,6 +51,10 @@ def with_window(shape: CacheShape, window: int, *, is_exact: bool) -> CacheShape
     bounded, exact = ready.bounded_replay_tokens, ready.exact_replay_tokens
     is_bounded = not is_exact and bounded < exact
     return msgspec.structs.replace(shape, replay_tokens=bounded if is_bounded else exact, is_replay_bounded=is_bounded)
+
+
+def _waits(plan: StepPlan) -> bool:
+    return any(flags & RowFlag.WAITS_FOR_MASK for flags in split_columns(plan.rows, 4)[3])
 
 
 class FenceGuard:
@@ -104,6 +110,8 @@ class SimulatedGroup:
         self._guards = [FenceGuard(shape.block_size) for _ in range(num_ranks)]
         self._free_s = [0.0] * num_ranks
         self._answered_s = [0.0] * num_ranks
+        self._computed: list[deque[StepPlan]] = [deque() for _ in range(num_ranks)]  # not answered: masks are missing
+        self._masks: list[dict[int, MaskBatch]] = [{} for _ in range(num_ranks)]
         self._listener: LinkListener | None = None
         self.padded_positions: dict[int, set[int]] = {}
 
@@ -119,6 +127,10 @@ class SimulatedGroup:
 
     def send(self, rank: int, message: AnyMessage) -> None:
         plan = decode(encode(message))
+        if isinstance(plan, MaskBatch):
+            self._masks[rank][plan.step_id] = plan
+            self._clock.call_soon(lambda: self._answer_all(rank))
+            return
         assert isinstance(plan, StepPlan)
         self._guards[rank].sent(plan)
         self.padded_positions.setdefault(plan.step_id, set()).add(plan.padded_positions)
@@ -126,11 +138,22 @@ class SimulatedGroup:
         self._free_s[rank] = start_s + self._random.uniform(0.001, 0.01)
         answered_s = max(self._free_s[rank] + self._random.uniform(0, 0.003), self._answered_s[rank])
         self._answered_s[rank] = answered_s
-        self._clock.call_at(answered_s, lambda: self._answer(rank, plan))
+        self._clock.call_at(answered_s, lambda: self._compute(rank, plan))
 
-    def _answer(self, rank: int, plan: StepPlan) -> None:
+    def _compute(self, rank: int, plan: StepPlan) -> None:
+        self._computed[rank].append(plan)
+        self._answer_all(rank)
+
+    def _answer_all(self, rank: int) -> None:
+        """In order, up to the first that waits for masks."""
+        computed, masks = self._computed[rank], self._masks[rank]
+        while computed and (not _waits(computed[0]) or computed[0].step_id in masks):
+            plan = computed.popleft()
+            self._answer(rank, plan, masks.pop(plan.step_id, None))
+
+    def _answer(self, rank: int, plan: StepPlan, masks: MaskBatch | None) -> None:
         runner = self.runners[rank]
-        output = runner.compute(runner.build(plan), no_masks)
+        output = runner.compute(runner.build(plan), no_masks if masks is None else lambda: masks)
         result = StepResult(plan.epoch, plan.step_id, rank, 0, 0, 0, *output)
         self._guards[rank].answered(plan)
         if self._listener is not None:

@@ -34,7 +34,7 @@ CALLED: Final[list[Any]] = [
 def url() -> Iterator[str]:
     settings = ("--set", "num_threads=1", "--set", "max_num_seqs=16")
     with running("serve", NAME, "--http", "127.0.0.1:0", "--no-log", *settings) as server:
-        while (found := re.search(r"at (http://127\.0\.0\.1:\d+)\n", server.written)) is None:
+        while (found := re.search(r"listening on (http://127\.0\.0\.1:\d+)\n", server.written)) is None:
             server.read_until("\n", times=server.written.count("\n") + 1)
         yield found[1]
         server.process.terminate()

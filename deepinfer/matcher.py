@@ -1,0 +1,136 @@
+"""The matcher of one sample: takes the tokens that it has, and says which may come next.
+
+Runs in the masks' thread, one call after another. Knows nothing of plans, of other samples, or of how a grammar was
+compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from deepinfer.errors import GrammarError
+from deepinfer_protocol import SlotSampling, split_words, unpack_float32, unpack_int32
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+
+class TokenBits:
+    """Sets of a vocabulary's tokens, as masks have them: one bit a token, least significant first."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.num_bytes = 4 * -(-vocab_size // 32)
+        self.all = (1 << vocab_size) - 1
+
+    def without(self, tokens: Sequence[int]) -> int:
+        """All tokens but these."""
+        return self.all & ~_bits_of(tokens)
+
+    def pack(self, tokens: int) -> bytes:
+        return tokens.to_bytes(self.num_bytes, "little")
+
+
+class Bans:
+    """What else a sample may not have next: the part of its sampling that could leave a grammar nothing."""
+
+    def __init__(self, sampling: SlotSampling, bits: TokenBits) -> None:
+        shaping = sampling.shaping
+        self._allowed = bits.all
+        self._stops = bits.without(unpack_int32(sampling.stop_ids))
+        self._min_length = sampling.min_length if sampling.stop_ids else 0
+        self._words: list[list[int]] = []
+        if shaping is not None:
+            if shaping.allowed_bits:
+                self._allowed &= int.from_bytes(shaping.allowed_bits, "little")
+            biases = zip(unpack_int32(shaping.bias_ids), unpack_float32(shaping.bias_values), strict=True)
+            self._allowed &= bits.without([token for token, bias in biases if bias == float("-inf")])
+            self._words = [word.tolist() for word in split_words(shaping.bad_words)]
+        self.is_empty = self._allowed == bits.all and not self._min_length and not self._words
+
+    def apply(self, tokens: int, length: int, output: list[int]) -> int:
+        """`tokens` that may follow `output`, where the sequence has this length, its prompt included."""
+        tokens &= self._allowed
+        if length + 1 <= self._min_length:
+            tokens &= self._stops
+        for word in self._words:
+            if output[len(output) + 1 - len(word) :] == word[:-1]:
+                tokens &= ~(1 << word[-1])
+        return tokens
+
+
+class Matcher:
+    """What of a grammar a sample has behind it."""
+
+    def __init__(
+        self,
+        backend: LLMatcher,
+        field: str,
+        bits: TokenBits,
+        sampling: SlotSampling,
+        *,
+        eos_ids: Sequence[int],
+        opening_id: int | None = None,
+    ) -> None:
+        """`field` of the sampling parameters has the grammar, and is what errors name.
+
+        The grammar begins behind the first `opening_id`; before it anything may come but an end. `None`: at once.
+        """
+        self._backend = backend
+        self._field = field
+        self._bits = bits
+        self._bans = Bans(sampling, bits)
+        self._num_prompt = sampling.num_prompt
+        self._output: list[int] = []
+        self._opening_id = opening_id
+        self._unopened = bits.without(eos_ids)
+        self.any_token = bits.pack(bits.all)
+
+    def next_mask(self, tokens: Sequence[int]) -> bytes:
+        """The tokens that may come behind `tokens`, which are new since the last call; as in a `MaskBatch`.
+
+        Raises `GrammarError`: nothing may, or a limit is reached.
+        """
+        self._output += tokens
+        if self._opening_id is not None:
+            tokens = self._open(tokens, self._opening_id)
+        if self._opening_id is not None:
+            return self._restrict(self._unopened)
+        if tokens and not self._backend.consume_tokens(list(tokens)):
+            raise GrammarError(self._field, f"the output left it: {self._reason()}")
+        mask = self._backend.compute_bitmask()[: self._bits.num_bytes]
+        if self._backend.is_error():
+            raise GrammarError(self._field, self._reason())
+        return mask if self._bans.is_empty else self._restrict(int.from_bytes(mask, "little"))
+
+    def _open(self, tokens: Sequence[int], opening_id: int) -> Sequence[int]:
+        """Those of `tokens` that belong to the grammar."""
+        for index, token in enumerate(tokens):
+            if token == opening_id:
+                self._opening_id = None
+                return tokens[index + 1 :]
+        return ()
+
+    def _restrict(self, allowed: int) -> bytes:
+        left = self._bans.apply(allowed, self._num_prompt + len(self._output), self._output)
+        if not left:
+            told = "what it allows next is taken out by min_tokens, bad_words, allowed_token_ids or banned_token_ids"
+            raise GrammarError(self._field, f"{told}: no token could be sampled")
+        return self._bits.pack(left)
+
+    def _reason(self) -> str:
+        return readable_reason(self._backend.get_error())
+
+
+def readable_reason(error: str) -> str:
+    """What the library says, in one line that is not too long."""
+    if error.startswith("NoExtension"):
+        return "no output satisfies it"
+    return " ".join(error.replace("<non-verbose/>", "").split())[:400]
+
+
+def _bits_of(tokens: Sequence[int]) -> int:
+    found = 0
+    for token in tokens:
+        found |= 1 << token
+    return found

@@ -1,0 +1,310 @@
+"""Grammars: what is refused and why, what compilers keep, and what matchers allow beside bans."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from deepinfer import SamplingParams
+from deepinfer.admission import ModelLimits, admit, check_params
+from deepinfer.deep_thread import deep_thread
+from deepinfer.errors import GrammarError, InvalidRequest
+from deepinfer.grammar import MAX_GRAMMAR_BYTES, MAX_REGEX_BYTES, GrammarSource, grammar_source
+from deepinfer.grammar_compiler import BYTES_PER_CHARACTER, GRAMMAR_BYTES, GrammarCompiler
+from deepinfer.matcher import Matcher
+from doubles.byte_tokenizer import ANSWER, EOS, THINK, VOCAB_SIZE, save_byte_tokenizer
+
+LIMITS: Final = ModelLimits(VOCAB_SIZE, 4096, 4096, (EOS,), has_tokenizer=True)
+
+
+def asked(**fields: Any) -> GrammarSource:
+    source = grammar_source(SamplingParams(**fields))
+    assert source is not None
+    return source
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return Path(save_byte_tokenizer(tmp_path_factory.mktemp("bytes")), "tokenizer.json").read_text()
+
+
+@pytest.fixture
+def compiler(tokenizer: str) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, VOCAB_SIZE, [EOS])
+
+
+# ---- what is asked
+
+
+def test_nothing_asked_is_no_grammar() -> None:
+    assert grammar_source(SamplingParams()) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "words"),
+    [
+        ({"regex": "a", "choice": ["a"]}, "choice", "regex came, too: at most one of"),
+        ({"json_schema": {}, "grammar": "start: /a/"}, "grammar", "json_schema came, too"),
+        ({"regex": "a", "ignore_eos": True}, "ignore_eos", "ends with an end-of-sequence token"),
+        ({"regex": 3}, "regex", "a int came, a string is expected"),
+        ({"regex": ""}, "regex", "is empty"),
+        ({"regex": "\ud800"}, "regex", "lone surrogates"),
+        ({"regex": "a" * (MAX_REGEX_BYTES + 1)}, "regex", f"{MAX_REGEX_BYTES + 1} bytes, at most"),
+        ({"grammar": "ä" * MAX_GRAMMAR_BYTES}, "grammar", f"{2 * MAX_GRAMMAR_BYTES} bytes, at most"),
+        ({"json_schema": 3}, "json_schema", "a int came, a JSON Schema"),
+        ({"json_schema": {"enum": [object()]}}, "json_schema", "cannot be written as JSON"),
+        ({"choice": "yes"}, "choice", "a list of strings is expected"),
+        ({"choice": []}, "choice", "0 strings, 1 to"),
+        ({"choice": [3]}, "choice", "a list of strings is expected"),
+        ({"choice": ["a"] * 5000}, "choice", "5000 strings, 1 to"),
+        ({"choice": ["\udfff"]}, "choice", "lone surrogates"),
+    ],
+)
+def test_what_can_be_no_grammar_is_refused_by_its_field(fields: dict[str, Any], field: str, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        check_params(SamplingParams(**fields), LIMITS)
+    assert caught.value.field == field
+
+
+def nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(levels):
+        schema = {"items": schema}
+    return schema
+
+
+def chain(num_links: int) -> str:
+    """Definitions that refer to each other, one behind another."""
+    links = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"type": "null"}]} for i in range(num_links)}
+    return json.dumps({"$ref": "#/$defs/d0", "$defs": {**links, f"d{num_links}": {"type": "string"}}})
+
+
+REFUSED: Final[list[tuple[dict[str, Any], str]]] = [
+    ({"json_schema": {"not": {"type": "string"}}}, 'Unimplemented keys: ["not"]'),
+    ({"json_schema": {"type": "array", "uniqueItems": True}}, 'Unimplemented keys: ["uniqueItems"]'),
+    ({"json_schema": {"if": {}, "then": {}}}, "Unimplemented keys"),
+    ({"json_schema": {"type": "strin"}}, "Invalid type: strin"),
+    ({"json_schema": {"type": "string", "format": "no-such"}}, "Unknown format: no-such"),
+    ({"json_schema": {"$ref": "#/nowhere"}}, "Pointer '/nowhere' does not exist"),
+    ({"json_schema": {"$ref": "https://example.com/schema"}}, "does not fetch resources"),
+    ({"json_schema": {"$ref": "#"}}, "no output satisfies it"),
+    ({"json_schema": False}, "no output satisfies it"),
+    ({"json_schema": {"type": "string", "pattern": "("}}, "regex"),
+    ({"json_schema": "{"}, "cannot be read as JSON"),
+    ({"json_schema": "[]"}, "a JSON Schema is an object, true or false"),
+    ({"json_schema": '{"\\u0078-guidance": {"lenient": true}, "not": {}}'}, "x-guidance is not a keyword"),
+    ({"json_schema": nested(200)}, "recursion limit exceeded"),
+    ({"json_schema": '{"items":' * 10_000 + "{}" + "}" * 10_000}, "cannot be read as JSON"),
+    ({"regex": "("}, "unclosed group"),
+    ({"regex": "(?=a)b"}, "look-ahead and look-behind, is not supported"),
+    ({"regex": r"(a)\1"}, "backreferences are not supported"),
+    ({"regex": "(" * 4000 + ")" * 4000}, "invalid regex"),
+    ({"grammar": "start: nowhere"}, 'unknown name: "nowhere"'),
+    ({"grammar": "start: start"}, "no output satisfies it"),
+    ({"grammar": "start: " + "(" * 50_000}, "too deeply nested"),
+    ({"grammar": 'start: %json {"not": {}}'}, 'Unimplemented keys: ["not"]'),
+    (
+        {"grammar": "\n".join(f"T{i}: T{i + 1} T{i + 1}" for i in range(40)) + '\nT40: "a"\nstart: T0'},
+        "initial lexer configuration (grammar) too big",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), REFUSED, ids=range(len(REFUSED)))
+def test_what_cannot_be_enforced_is_refused_with_its_reason(
+    compiler: GrammarCompiler, fields: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(GrammarError, match=re.escape(words)) as caught:
+        compiler.compile(asked(**fields))
+    assert caught.value.field in fields and caught.value.code == "grammar"
+    assert len(str(caught.value)) < 500 and compiler.num_cached_bytes == 0
+
+
+def test_references_go_as_deep_as_the_text_lets_them(compiler: GrammarCompiler) -> None:
+    """On a usual stack the library would take the process with it."""
+    thread = deep_thread("deep")
+    try:
+        rules = "".join(f"a{i}:a{i + 1}\n" for i in range(10_800)) + 'a10800:"x"\nstart:a0'
+        assert 0.9 * MAX_GRAMMAR_BYTES < len(rules) <= MAX_GRAMMAR_BYTES
+        for source in (asked(grammar=rules), asked(json_schema=chain(1500))):
+            thread.submit(compiler.compile, source).result(60)
+    finally:
+        thread.shutdown()
+
+
+def test_without_the_library_grammars_alone_are_refused(tokenizer: str) -> None:
+    program = """
+import sys
+sys.modules["llguidance"] = None
+from deepinfer.grammar import GrammarSource
+from deepinfer.grammar_compiler import GrammarCompiler
+try:
+    GrammarCompiler("{}", 259, [256]).compile(GrammarSource("regex", "a"))
+except ValueError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "regex: grammars need llguidance: pip install 'deepinfer-runtime[structured]'" in done.stdout
+
+
+def test_models_that_cannot_have_grammars_say_so(tokenizer: str) -> None:
+    words = {"w0": 0}
+    plain = {"version": "1.0", "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"}, "added_tokens": []}
+    for compiler, told in (
+        (GrammarCompiler(None, VOCAB_SIZE, [EOS]), "this engine has no tokenizer"),
+        (GrammarCompiler(tokenizer, VOCAB_SIZE, []), "no end-of-sequence token"),
+        (GrammarCompiler(json.dumps(plain), VOCAB_SIZE, [EOS]), "tokenizer is none that grammars can use"),
+    ):
+        with pytest.raises(GrammarError, match=told):
+            compiler.compile(asked(regex="a"))
+
+
+# ---- what is kept
+
+
+def test_equal_grammars_are_compiled_once_and_the_oldest_go_first(tokenizer: str) -> None:
+    each = GRAMMAR_BYTES + BYTES_PER_CHARACTER * 2
+    compiler = GrammarCompiler(tokenizer, VOCAB_SIZE, [EOS], max_cache_bytes=3 * each)
+    first = compiler.compile(asked(regex="a0"))
+    for index in (1, 2):
+        compiler.compile(asked(regex=f"a{index}"))
+    assert compiler.compile(asked(regex="a0")) is first and compiler.num_cached_bytes == 3 * each
+    second = compiler.compile(asked(regex="a1"))
+    for index in range(3, 200):
+        compiler.compile(asked(regex=f"a{index % 9}"))
+        compiler.compile(asked(regex="a0"))
+        assert compiler.num_cached_bytes <= 3 * each
+    assert compiler.compile(asked(regex="a0")) is first
+    assert compiler.compile(asked(regex="a1")) is not second
+    assert compiler.compile(asked(choice=["a0"])).field == "choice"
+
+
+def test_one_that_is_larger_than_the_cache_is_not_kept(tokenizer: str) -> None:
+    compiler = GrammarCompiler(tokenizer, VOCAB_SIZE, [EOS], max_cache_bytes=1000)
+    assert compiler.compile(asked(regex="a")).matcher is not None
+    assert compiler.num_cached_bytes == 0
+
+
+# ---- what may come next
+
+
+def matcher(compiler: GrammarCompiler, opening_id: int | None = None, **fields: Any) -> Matcher:
+    params = check_params(SamplingParams(**fields), LIMITS)
+    bad_words: list[Any] = list(params.bad_words or ())
+    source = grammar_source(params)
+    assert source is not None
+    return compiler.compile(source).matcher(admit(params, 3, LIMITS, bad_words).sampling[0], opening_id)
+
+
+def ids(text: str) -> list[int]:
+    """Bytes have the place of their character in the alphabet."""
+    from tokenizers import pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return [alphabet.index(character) for character in text]
+
+
+def allowed(mask: bytes) -> set[int]:
+    bits = int.from_bytes(mask, "little")
+    assert len(mask) == 4 * -(-VOCAB_SIZE // 32) and bits >> VOCAB_SIZE == 0
+    return {token for token in range(VOCAB_SIZE) if bits >> token & 1}
+
+
+def test_a_matcher_allows_what_its_grammar_does_and_the_end_where_it_may(compiler: GrammarCompiler) -> None:
+    ab = matcher(compiler, regex="ab?")
+    assert allowed(ab.next_mask([])) == set(ids("a"))
+    assert allowed(ab.next_mask(ids("a"))) == {*ids("b"), EOS}
+    assert allowed(ab.next_mask(ids("b"))) == {EOS}
+
+
+def test_matchers_of_one_grammar_know_nothing_of_each_other(compiler: GrammarCompiler) -> None:
+    first, second = (matcher(compiler, choice=["yes", "no"]) for _ in range(2))
+    assert allowed(first.next_mask(ids("y"))) == set(ids("e"))
+    assert allowed(second.next_mask([])) == set(ids("yn"))
+    assert allowed(second.next_mask(ids("n"))) == set(ids("o"))
+
+
+def test_a_choice_may_have_any_characters(compiler: GrammarCompiler) -> None:
+    for text in ('qu"ote', "back\\slash", "new\nline", "{x} | /y/", "~!*+?", " "):
+        found = matcher(compiler, choice=[text, text + "!"])
+        output = b""
+        alphabet = {}
+        for byte in text.encode():
+            character = _character_of(byte)
+            alphabet[byte] = ids(character)[0]
+            assert alphabet[byte] in allowed(found.next_mask([])), (text, output)
+            found.next_mask([alphabet[byte]])
+            output += bytes([byte])
+        assert allowed(found.next_mask([])) == {EOS, *ids("!")}
+
+
+def _character_of(byte: int) -> str:
+    """The character by which byte-level vocabularies spell a byte (GPT-2's table)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    return chr(byte) if byte in printable else chr(256 + [b for b in range(256) if b not in printable].index(byte))
+
+
+def test_the_grammar_begins_behind_the_opening_and_nothing_ends_before(compiler: GrammarCompiler) -> None:
+    thinking = matcher(compiler, ANSWER, regex="ab")
+    assert allowed(thinking.next_mask([])) == set(range(VOCAB_SIZE)) - {EOS}
+    assert allowed(thinking.next_mask(ids("xyz"))) == set(range(VOCAB_SIZE)) - {EOS}
+    assert allowed(thinking.next_mask([*ids("q"), ANSWER, *ids("a")])) == set(ids("b"))
+    assert allowed(thinking.next_mask(ids("b"))) == {EOS}
+
+
+def test_marks_of_thinking_are_no_text_of_a_grammar(compiler: GrammarCompiler) -> None:
+    found = matcher(compiler, regex=".*")
+    assert not allowed(found.next_mask([])) & {THINK, ANSWER}
+
+
+@pytest.mark.parametrize(
+    ("fields", "after", "left"),
+    [
+        ({"min_tokens": 2}, "", "a"),
+        ({"min_tokens": 2}, "a", "ab"),
+        ({"banned_token_ids": ids("b")}, "a", "a."),
+        ({"allowed_token_ids": [*ids("a"), EOS]}, "a", "a."),
+        ({"bad_words": [ids("aab")]}, "aa", "a."),
+        ({"bad_words": [ids("aab")]}, "a", "ab."),
+        ({"logit_bias": {0: -100.0}}, "a", "ab."),
+    ],
+)
+def test_bans_are_taken_out(compiler: GrammarCompiler, fields: dict[str, Any], after: str, left: str) -> None:
+    found = matcher(compiler, regex="a[ab]*", **fields)
+    assert allowed(found.next_mask(ids(after))) == {EOS if mark == "." else ids(mark)[0] for mark in left}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"min_tokens": 2},
+        {"banned_token_ids": ids("a")},
+        {"allowed_token_ids": ids("bc")},
+        {"bad_words": [ids("a")]},
+        {"banned_token_ids": [EOS]},
+    ],
+)
+def test_what_leaves_nothing_is_an_error_that_says_so(compiler: GrammarCompiler, fields: dict[str, Any]) -> None:
+    found = matcher(compiler, choice=["a"], **fields)
+    with pytest.raises(GrammarError, match="choice: what it allows next is taken out by min_tokens, bad_words"):
+        found.next_mask([])
+        found.next_mask(ids("a"))
+
+
+def test_a_limit_that_is_met_on_the_way_is_an_error(compiler: GrammarCompiler) -> None:
+    found = matcher(compiler, regex="(?:a{1,1000}){1,1000}")
+    with pytest.raises(GrammarError, match="regex: "):
+        found.next_mask([])
+        for _ in range(4000):
+            found.next_mask(ids("a"))
+
+
+def test_a_token_that_was_not_allowed_is_an_error(compiler: GrammarCompiler) -> None:
+    with pytest.raises(GrammarError, match="the output left it"):
+        matcher(compiler, regex="ab").next_mask(ids("b"))
