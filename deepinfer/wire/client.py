@@ -20,6 +20,7 @@ from typing import Any, Final, Self
 import zmq
 from msgspec.structs import replace
 
+from deepinfer.chat import as_json
 from deepinfer.errors import ConfigError, ConnectionLost, DeepInferError, EngineClosed, InvalidRequest, WrongLoop
 from deepinfer.home import call_threadsafe
 from deepinfer.intake import Messages, Prompt
@@ -357,7 +358,7 @@ class Client:
 
 
 def _portable(params: SamplingParams) -> SamplingParams:
-    """With keys and lists as msgpack has them. Raises `InvalidRequest` for a number that the wire does not have."""
+    """With keys, lists and schemas as the wire has them. Raises `InvalidRequest` for what it does not have."""
     for field in params.__struct_fields__:
         if isinstance(value := getattr(params, field), float) and not isfinite(value):
             raise InvalidRequest(field, f"{value}, a finite number is expected")
@@ -369,6 +370,8 @@ def _portable(params: SamplingParams) -> SamplingParams:
     for field in ("allowed_token_ids", "banned_token_ids", "stop_token_ids"):
         if isinstance(ids := getattr(params, field), array):
             changes[field] = ids.tolist()
+    if isinstance(params.json_schema, Mapping):  # as text: a schema may be deeper than a message
+        changes["json_schema"] = as_json("json_schema", params.json_schema).decode()
     return replace(params, **changes) if changes else params
 
 

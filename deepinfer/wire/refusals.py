@@ -14,6 +14,7 @@ from deepinfer.errors import (
     DuplicateRequestId,
     EngineClosed,
     EngineError,
+    GrammarError,
     InvalidRequest,
     Overloaded,
     SlowConsumer,
@@ -55,6 +56,8 @@ def from_wire(error: Error) -> DeepInferError:
         return ContextLengthExceeded(error.field, error.detail or error.text)
     if error.code == ErrorCode.E_DUPLICATE:
         return DuplicateRequestId(error.field or "request_id", error.detail or error.text)
+    if error.code == ErrorCode.E_GRAMMAR:
+        return GrammarError(error.field or "grammar", error.detail or error.text)
     if error.code in _REQUESTS_FAULT:
         return InvalidRequest(error.field or "request", error.detail or error.text)
     if error.code == ErrorCode.E_OVERLOADED:
@@ -70,9 +73,7 @@ def from_wire(error: Error) -> DeepInferError:
     return EngineError(f"{error.name}: {error.text}")
 
 
-_REQUESTS_FAULT: Final = frozenset(
-    {ErrorCode.E_DECODE, ErrorCode.E_TOO_LARGE, ErrorCode.E_INVALID_PARAM, ErrorCode.E_GRAMMAR}
-)
+_REQUESTS_FAULT: Final = frozenset({ErrorCode.E_DECODE, ErrorCode.E_TOO_LARGE, ErrorCode.E_INVALID_PARAM})
 
 
 def _printable(text: str) -> str:

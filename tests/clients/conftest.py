@@ -35,9 +35,10 @@ class Server(NamedTuple):
 def start_server(home: Path, *options: str, listen: str = "tcp://127.0.0.1:*") -> Server:
     """Returns when it listens."""
     settings = {"fake_step_s": "0.001", "fake_vocab_size": "97", "max_num_seqs": "32"}
-    command = [sys.executable, "-m", "deepinfer", "serve", "fake", "--listen", listen, *options]
+    command = [sys.executable, "-m", "deepinfer", "serve", "fake", "--listen", listen]
     for name, value in settings.items():
         command += ["--set", f"{name}={value}"]
+    command += options
     environment = os.environ | {"DEEPINFER_RUNTIME_DIR": str(home), "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None

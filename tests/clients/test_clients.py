@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import pytest
+from tokenizers import Tokenizer
 
 from clients.conftest import Server, start_server, stop_server
 from clients.programs import Programs
 from clients.proxy import Proxy
 from deepinfer.wire.keys import read_pair, write_keys
+from deepinfer_protocol.client import ErrorCode
+from doubles.byte_tokenizer import VOCAB_SIZE, save_byte_tokenizer
 from protocol.client_frames import GOLDEN, read_golden, verdict_of
 from protocol.mutate import mutate
 
@@ -128,6 +131,19 @@ def test_the_example_prints_text(programs: Programs, home: Path, word_model: str
     text, _, end = done.stdout.rstrip().rpartition("\n")
     assert re.fullmatch(r"(w\d+|word)( (w\d+|word))*", text.strip())
     assert re.fullmatch(r"\[(length|stop), \d+ tokens\]", end)
+
+
+def test_an_expression_is_enforced(programs: Programs, home: Path, tmp_path: Path) -> None:
+    folder = save_byte_tokenizer(tmp_path)
+    server = start_server(home, "--set", f"tokenizer={folder}", "--set", f"fake_vocab_size={VOCAB_SIZE}")
+    try:
+        told = probe(programs, server.url, 60, r"regex=[0-9]{20}\.")
+        refused = probe(programs, server.url, 60, "regex=(")
+    finally:
+        stop_server(server.process)
+    text = Tokenizer.from_file(f"{folder}/tokenizer.json").decode(told.tokens())
+    assert re.fullmatch(r"[0-9]{20}\.", text) and told.end[:2] == ["finish", "stop"]
+    assert refused.end == ["error", str(int(ErrorCode.E_GRAMMAR)), "regex"]
 
 
 def test_samples(programs: Programs, server: Server) -> None:

@@ -88,6 +88,10 @@ ERROR: Final = Error.of(
 )
 
 
+def forced(**into: Any) -> Submit:
+    return Submit(id="r4", prompt="x", sampling=SamplingParams(**into))
+
+
 def from_client() -> dict[str, ClientMessage]:
     """Every kind that a client sends."""
     everything = SamplingParams(
@@ -154,6 +158,11 @@ def from_client() -> dict[str, ClientMessage]:
         "submit with all sampling": Submit(id="r4", prompt="x", sampling=everything),
         "submit greedy": Submit(id="r4", prompt="x", sampling=SamplingParams(temperature=0.0)),
         "submit with one stop string": Submit(id="r4", prompt="x", sampling=SamplingParams(stop="END")),
+        "submit with a schema": forced(json_schema='{"type": "object", "properties": {"a": {"type": "integer"}}}'),
+        "submit with a schema that all satisfies": forced(json_schema=True),
+        "submit with a regex": forced(regex=r"\d{4}-\d{2}"),
+        "submit with a choice": forced(choice=["yes", "no", "vielleicht schön"]),
+        "submit with a grammar": forced(grammar='start: "a" | "b"'),
         "submit resumable": Submit(id="r5", prompt="x", resumable=True, credit=16),
         "submit without credit": Submit(id="r5", prompt="x", credit=0),
         "submit with deadlines": Submit(id="r5", prompt="x", timeout_ms=60_000, queue_timeout_ms=5000, priority=-3),
@@ -393,6 +402,8 @@ def sampling_wrong() -> Iterator[tuple[str, Raw]]:
             {"stop": 5}, {"stop": [5]}, {"stop_token_ids": ["x"]}, {"logit_bias": [5]}, {"logit_bias": {"5": "x"}},
             {"bad_words": [1.5]}, {"ignore_eos": 1}, {"seq_seed": "x"}, {"unknown": 1}, {"maxTokens": 5},
             {"stop": b"END"}, {"allowed_token_ids": pack_int32([1])},
+            {"json_schema": 5}, {"json_schema": ["x"]}, {"json_schema": b"{}"}, {"json_schema": {"a": b"x"}},
+            {"regex": 5}, {"regex": ["x"]}, {"choice": "yes"}, {"choice": [1]}, {"choice": {}}, {"grammar": {}},
         )
     ):  # fmt: skip
         yield f"submit: sampling wrong {place}", Raw("client", changed(SUBMIT, sampling=sampling))
@@ -504,6 +515,16 @@ def otherwise() -> Iterator[tuple[str, Raw]]:
         + map_of((KIND, packed("submit")), (packed("id"), packed("r1")), (packed("prompt"), packed("x")),
                  (packed("sampling"), b"\x81" + packed("temperature") + b"\xca\x3f\x00\0\0")), "ok",
     )  # fmt: skip
+    yield (
+        "a schema as a map",
+        Raw(
+            "client", changed(SUBMIT, sampling={"json_schema": {"type": "object", "required": ["a"], "b": None}}), "ok"
+        ),
+    )
+    yield (
+        "an empty choice and an empty regex",
+        Raw("client", changed(SUBMIT, sampling={"choice": [], "regex": ""}), "ok"),
+    )
     yield "a hello of a later version", Raw("client", changed(HELLO, max_version=9, features=["later", {"x": 1}]), "ok")
     for name, message in from_server().items():
         if name in ("welcome", "reject", "delta", "finish", "error", "pong", "goaway"):

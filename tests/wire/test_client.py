@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Awaitable, Callable
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,7 @@ from deepinfer import (
     DeepInferError,
     Engine,
     EngineClosed,
+    GrammarError,
     InvalidRequest,
     SamplingParams,
     SlowConsumer,
@@ -26,6 +29,7 @@ from deepinfer import (
 from deepinfer.wire.keys import ServerKeys, read_clients, read_pair, write_keys
 from deepinfer.wire.server import WireServer
 from deepinfer.wire.session import Settings
+from doubles.byte_tokenizer import VOCAB_SIZE, save_byte_tokenizer
 from doubles.reading import PROMPT, greedy, tokens_of, wanted
 from wire.conftest import QUICK
 from wire.proxy import Proxy
@@ -65,6 +69,62 @@ async def test_text_is_that_of_the_engine(no_tasks_left: None, word_model: str) 
             ours, theirs = await client.generate("word w3 w9", params), await engine.generate("word w3 w9", params)
             assert plain(ours) == plain(theirs)
             assert len(ours.text) > (3 if stop else 200)
+
+
+@pytest.fixture
+async def spelling(no_tasks_left: None, tmp_path: Path) -> AsyncIterator[tuple[Engine, Client]]:
+    """An engine whose tokens are bytes, and a client of it."""
+    tokenizer = save_byte_tokenizer(tmp_path)
+    async with (
+        Engine("fake", tokenizer=tokenizer, fake_vocab_size=VOCAB_SIZE, fake_step_s=0.0, block_size=4) as engine,
+        WireServer(engine) as server,
+        connect(server.url) as client,
+    ):
+        yield engine, client
+
+
+def deep(levels: int) -> dict[str, Any]:
+    """A schema that is deeper than a message may be."""
+    schema: dict[str, Any] = {"enum": ["x"]}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema, "minItems": 1, "maxItems": 1}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"json_schema": {"enum": ["a", 7, None]}}, r'"a"|7|null'),
+        ({"json_schema": '{"const": "a"}'}, '"a"'),
+        ({"json_schema": deep(40)}, r'[\[\s]{40,}"x"[\]\s]{40,}'),
+        ({"regex": r"\d{4}-\d{2}"}, r"\d{4}-\d{2}"),
+        ({"choice": ("yes", "no")}, "yes|no"),
+        ({"grammar": 'start: ("a" | "b")~3 "."'}, r"[ab]{3}\."),
+    ],
+)
+async def test_structured_output_is_that_of_the_engine(
+    spelling: tuple[Engine, Client], asked: dict[str, Any], expected: str
+) -> None:
+    engine, client = spelling
+    params = SamplingParams(**asked, seq_seed=3, max_tokens=1000)
+    ours, theirs = await client.generate([1, 2], params), await engine.generate([1, 2], params)
+    assert plain(ours) == plain(theirs)
+    assert ours.finish_reason == "stop" and re.fullmatch(expected, ours.text), ours.text
+
+
+@pytest.mark.parametrize(
+    "asked", [{"json_schema": {"not": {}}}, {"regex": "("}, {"choice": []}, {"grammar": "start: x"}]
+)
+async def test_what_cannot_be_enforced_is_told_as_by_the_engine(
+    spelling: tuple[Engine, Client], asked: dict[str, Any]
+) -> None:
+    told = list[str]()
+    for server in spelling:
+        with pytest.raises(GrammarError) as caught:
+            await server.generate([1, 2], SamplingParams(**asked))
+        assert caught.value.field in asked
+        told.append(" ".join(str(caught.value).split())[:300])
+    assert told[0] == told[1]
 
 
 async def test_chunks_are_deltas_without_gaps(client: Client) -> None:

@@ -75,6 +75,11 @@ typedef struct di_sampling {
   di_ids banned_token_ids;
   const char *const *bad_words;
   size_t num_bad_words;
+  const char *json_schema; /* JSON; the output is JSON that it accepts. At most one of this and the next three */
+  const char *regex;       /* the whole output matches it */
+  const char *const *choice; /* the output is one of these */
+  size_t num_choice;
+  const char *grammar; /* in Lark's notation */
   int64_t n;
   const char *const *stop;
   size_t num_stop;

@@ -22,6 +22,8 @@ typedef enum type {
   WHOLES,
   TEXTS,   /* also one text */
   WORDS,   /* texts and arrays of whole numbers */
+  LIST,    /* of texts */
+  SCHEMA,  /* text, a map or a boolean */
   BIASES   /* a map of numbers */
 } type;
 
@@ -71,6 +73,10 @@ static const field sampling[] = {
     {"allowed_token_ids", WHOLES, NIL},
     {"banned_token_ids", WHOLES, NIL},
     {"bad_words", WORDS, NIL},
+    {"json_schema", SCHEMA, NIL},
+    {"regex", TEXT, NIL, ALL},
+    {"choice", LIST, NIL},
+    {"grammar", TEXT, NIL, ALL},
     {"n", WHOLE, VALUE, INT64, .value = 1},
     {"stop", TEXTS, EMPTY_OR_NIL},
     {"stop_token_ids", WHOLES, EMPTY_OR_NIL},
@@ -388,6 +394,10 @@ static bool is_of_type(const field *field, const msgpack_object *value) {
       return is_texts(value);
     case WORDS:
       return is_words(value);
+    case LIST:
+      return value->type != MSGPACK_OBJECT_STR && is_texts(value);
+    case SCHEMA:
+      return value->type == MSGPACK_OBJECT_STR || value->type == MSGPACK_OBJECT_BOOLEAN || is_map(value);
     case BIASES:
       return is_biases(value);
   }

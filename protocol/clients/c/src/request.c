@@ -146,6 +146,10 @@ static void sampling(writer *outer, const di_sampling *s) {
   wholes(&w, "allowed_token_ids", s->allowed_token_ids);
   wholes(&w, "banned_token_ids", s->banned_token_ids);
   texts(&w, "bad_words", s->bad_words, s->num_bad_words);
+  text(&w, "json_schema", s->json_schema);
+  text(&w, "regex", s->regex);
+  texts(&w, "choice", s->choice, s->num_choice);
+  text(&w, "grammar", s->grammar);
   whole(&w, "n", s->n, 1);
   texts(&w, "stop", s->stop, s->num_stop);
   wholes(&w, "stop_token_ids", s->stop_token_ids);

@@ -57,7 +57,8 @@ int main(int argc, char **argv) {
   di_request request = di_request_default();
   request.token_ids = (di_ids){ids, num_ids};
   request.sampling.max_tokens = atoi(argv[3]);
-  request.sampling.ignore_eos = true;
+  request.sampling.regex = given(argc, argv, "regex");
+  request.sampling.ignore_eos = request.sampling.regex == NULL;
   request.sampling.n = (int64_t)number(argc, argv, "n", 1);
   request.sampling.temperature = number(argc, argv, "temperature", 0);
   int64_t cancel_after = (int64_t)number(argc, argv, "cancel_after", 1e18), num_read = 0;

@@ -156,7 +156,7 @@ export class Client {
         kind: 'submit',
         resumable: true,
         ...request,
-        sampling: { ...request.sampling, ...sampling },
+        sampling: portable({ ...request.sampling, ...sampling }),
         id,
         credit: window,
       },
@@ -266,6 +266,12 @@ function asRequest(prompt: Prompt): Request {
   if (typeof prompt === 'string') return { prompt };
   if (prompt instanceof Int32Array || Array.isArray(prompt)) return { token_ids: prompt };
   return prompt as Request;
+}
+
+/** A schema goes as text: it may be deeper than a message. */
+function portable(sampling: Sampling): Sampling {
+  const { json_schema: schema } = sampling;
+  return typeof schema === 'object' && schema !== null ? { ...sampling, json_schema: JSON.stringify(schema) } : sampling;
 }
 
 function add(samples: Sample[], chunk: Chunk): void {

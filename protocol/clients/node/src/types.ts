@@ -18,6 +18,14 @@ export interface Sampling {
   allowed_token_ids?: readonly number[] | null;
   banned_token_ids?: readonly number[] | null;
   bad_words?: ReadonlyArray<string | readonly number[]> | null;
+  /** The output is JSON that this schema accepts, text or an object. At most one of this and the next three. */
+  json_schema?: string | boolean | Record<string, unknown> | null;
+  /** The whole output matches it. */
+  regex?: string | null;
+  /** The output is one of these. */
+  choice?: readonly string[] | null;
+  /** The output is of this grammar, in Lark's notation. */
+  grammar?: string | null;
   /** How many samples of the prompt. */
   n?: number;
   stop?: string | readonly string[] | null;

@@ -1,6 +1,6 @@
 // node test/probe.mjs URL IDS MAX_TOKENS [NAME=VALUE ...]: one request, and a line for all that comes of it.
 //
-//   window=N  cancel_after=N (tokens)  delay_ms=N (after each chunk)  n=N  temperature=X  token=TEXT
+//   window=N  cancel_after=N (tokens)  delay_ms=N (after each chunk)  n=N  temperature=X  regex=R  token=TEXT
 //   server_key=K public_key=K secret_key=K  timeout_ms=N  give_up_ms=N
 //
 // Lines: `delta SAMPLE INDEX IDS REASON`, then `finish REASON PROMPT GENERATED` or `error CODE FIELD`, at the end
@@ -26,7 +26,8 @@ try {
   });
   const stream = client.stream(ids.split(',').map(Number), {
     max_tokens: Number(most),
-    ignore_eos: true,
+    ignore_eos: given.regex === undefined,
+    regex: given.regex ?? null,
     n: number('n', 1),
     temperature: number('temperature', 0),
   });
