@@ -53,10 +53,13 @@ class Answer(Response):
                     await self._send_events(note, send)
                 else:
                     await self._send_whole(note, send)
-            except (DeepInferError, HttpFault):
-                if not watch.is_gone:
-                    raise
-                raise ClientDisconnect from None
+            except (DeepInferError, HttpFault) as error:
+                if watch.is_gone:
+                    raise ClientDisconnect from None
+                raise self._fault(error) from None
+
+    def _fault(self, error: DeepInferError | HttpFault) -> HttpFault:
+        return error if isinstance(error, HttpFault) else fault_of(error, self._exchange.names)
 
     async def _send_whole(self, note: Note, send: Send) -> None:
         await drain(self._stream, self._exchange, note)
@@ -78,7 +81,7 @@ class Answer(Response):
         except (DeepInferError, HttpFault) as error:
             if not writer.has_begun:
                 raise
-            fault = error if isinstance(error, HttpFault) else fault_of(error)
+            fault = self._fault(error)
             logger.info("%s ended with %s", note.request_id, fault.code)
             await writer.write(frames([exchange.failure(fault)]))
         else:

@@ -135,8 +135,8 @@ class Codec:
         """All of it. Raises `HttpFault` and `InvalidRequest`, which name the field."""
         converted = self.convert(api, body)
         fields = converted.fields
-        schema = fields.output_config and fields.output_config.format if isinstance(fields, MessagesFields) else None
-        constraint = constrained_sampling(converted.request, api.format_field, schema)
+        form = fields.output_config and fields.output_config.format if isinstance(fields, MessagesFields) else None
+        constraint = constrained_sampling(converted.request.conversation, api.format_field, form)
         prompt = self.encode(converted.request)
         return Asked(api, converted, prompt, self._sampling(converted, constraint, len(prompt)))
 

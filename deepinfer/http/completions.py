@@ -7,8 +7,9 @@ chunks.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -83,6 +84,7 @@ class CompletionExchange:
     """Of one prompt; its choices are numbered from `first_index` on."""
 
     done: str | None = "[DONE]"
+    names: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, asked: AskedCompletion, response_id: str, first_index: int = 0) -> None:
         self._fields = asked.fields

@@ -6,12 +6,13 @@ Pure and synchronous. Knows nothing of HTTP, engines or time-outs.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
 from deepinfer.http.codec import CHAT, RESPONSES, Asked, Codec
+from deepinfer.http.constraints import FIELDS
 from deepinfer.http.fault import HttpFault, anthropic_error, ended_early, openai_error
 from deepinfer.stream import Source, TokenChunk, TokenLogprob
 
@@ -40,6 +41,8 @@ class Exchange(Protocol):
 
     done: str | None
     """What a stream of events ends with."""
+    names: Mapping[str, str]
+    """What its API calls fields of the engine."""
 
     @property
     def is_finished(self) -> bool:
@@ -72,6 +75,7 @@ class ConversationExchange:
         self._is_stream = bool(asked.converted.fields.stream)
         self._kind = getattr(codec.recipe, asked.api.response)
         self.done: str | None = self._kind.sse_done_data()
+        self.names: Mapping[str, str] = dict.fromkeys(FIELDS, asked.api.format_field)
         self._processors = [self._processor() for _ in range(asked.params.n)]
         self._responses: list[Any] = []
         self._is_finished = [False] * asked.params.n

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -68,11 +69,12 @@ def refused(field: str | None, message: str, code: str = "invalid_param") -> Htt
     return HttpFault(400, code, message, field)
 
 
-def fault_of(error: DeepInferError) -> HttpFault:
-    """An error of the engine, as its user over HTTP gets it."""
+def fault_of(error: DeepInferError, names: Mapping[str, str] = MappingProxyType({})) -> HttpFault:
+    """An error of the engine, as its user over HTTP gets it. `names` are what the API calls fields of the engine."""
     if isinstance(error, InvalidRequest):
         code = "context_length_exceeded" if isinstance(error, ContextLengthExceeded) else error.code
-        return refused(_FIELDS.get(error.field, error.field), str(error), code)
+        field = names.get(error.field) or _FIELDS.get(error.field, error.field)
+        return refused(field, f"{field}: {str(error).removeprefix(f'{error.field}: ')}", code)
     if isinstance(error, Overloaded):
         return HttpFault(429, error.code, str(error), retry_after_s=error.retry_after_s)
     if isinstance(error, SlowConsumer):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -78,8 +78,13 @@ class ResponsesFields(SamplingFields):
     stream: bool | None = None
 
 
+class JsonFormat(Struct):
+    type: Literal["json_schema"]
+    schema: dict[str, Any] | bool
+
+
 class OutputConfig(Struct):
-    format: Any = None
+    format: JsonFormat | None = None
 
 
 class MessagesFields(SamplingFields):

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import anthropic
+import jsonschema
 import openai
+import pydantic
 import pytest
+from tokenizers import Tokenizer
 
+from deepinfer.shipped import SHIPPED, shipped_folder
 from doubles.command import running
 
 NAME: Final = "v41-nano"
@@ -28,6 +32,38 @@ CALLED: Final[list[Any]] = [
     },
     {"role": "tool", "tool_call_id": "call_1", "content": "It is sunny."},
 ]
+
+
+PERSON: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[A-Z][a-z]{1,9}$"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"type": "string", "enum": ["kind", "old", "wise"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+class Town(pydantic.BaseModel):
+    name: Literal["Rome", "Paris"]
+
+
+class Person(pydantic.BaseModel):
+    age: Literal[7, 70]
+    town: Town
+
+
+def vocabulary() -> dict[str, int]:
+    folder = shipped_folder(SHIPPED[0])
+    assert folder is not None
+    return Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
+
+
+VOCAB: Final = vocabulary()
+NEWLINES: Final = {str(token_id): -100 for token, token_id in VOCAB.items() if "\u010a" in token}
+"""A model as small as this one likes to indent more than it likes to end."""
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +266,101 @@ def test_chat_cancelled(client: openai.OpenAI) -> None:
     assert chat(client, max_tokens=2).usage.completion_tokens == 2
 
 
+# ---- answers of a given form
+
+
+def form(schema: dict[str, Any], *, strict: bool = True) -> dict[str, Any]:
+    """Of a strict one the recipe takes no more than OpenAI's API does."""
+    return {"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": strict}}
+
+
+def validated(text: str) -> Any:
+    found = json.loads(text)
+    jsonschema.validate(found, PERSON, jsonschema.Draft202012Validator)
+    return found
+
+
+FORCED: Final[dict[str, Any]] = {"temperature": 1, "max_tokens": 400, "logit_bias": NEWLINES}
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_chat_in_a_schema(client: openai.OpenAI, seed: int) -> None:
+    found = chat(client, response_format=form(PERSON), seed=seed, **FORCED)
+    assert found.choices[0].finish_reason == "stop"
+    validated(found.choices[0].message.content)
+
+
+def test_chat_in_a_schema_streamed(client: openai.OpenAI) -> None:
+    chunks = list(chat(client, response_format=form(PERSON), seed=4, stream=True, **FORCED))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert chunks[-1].choices[0].finish_reason == "stop" and validated(text) and len(chunks) > 5
+
+
+def test_chat_in_a_schema_samples(client: openai.OpenAI) -> None:
+    found = chat(client, response_format=form(PERSON), seed=5, n=3, **FORCED)
+    assert len([validated(choice.message.content) for choice in found.choices if choice.finish_reason == "stop"]) >= 2
+
+
+def test_chat_in_a_schema_after_thinking(client: openai.OpenAI) -> None:
+    """A model as small as this one has to be told to come to an end of it."""
+    thinking = {"thinking": {"type": "enabled"}}
+    bias = NEWLINES | {str(VOCAB["</think>"]): 23}
+    found = chat(client, response_format=form(PERSON), seed=1, extra_body=thinking, **FORCED | {"logit_bias": bias})
+    assert found.choices[0].message.reasoning_content and found.choices[0].finish_reason == "stop"
+    validated(found.choices[0].message.content)
+
+
+def test_chat_in_a_model_of_the_sdk(client: openai.OpenAI) -> None:
+    asked: Any = {"model": NAME, "messages": HELLO, "seed": 1, **FORCED}
+    found = client.chat.completions.parse(response_format=Person, **asked)
+    assert isinstance(found.choices[0].message.parsed, Person)
+
+
+def test_chat_in_any_object(client: openai.OpenAI) -> None:
+    asked = [{"role": "user", "content": "Answer in json."}]
+    found = chat(client, messages=asked, response_format={"type": "json_object"}, seed=1, **FORCED)
+    assert found.choices[0].finish_reason == "length" or isinstance(json.loads(found.choices[0].message.content), dict)
+
+
+def test_chat_in_a_pattern(client: openai.OpenAI) -> None:
+    found = chat(client, response_format={"type": "regex", "regex": r"[A-Z][a-z]{3,8} \d{2}\."}, temperature=1, seed=1)
+    assert re.fullmatch(r"[A-Z][a-z]{3,8} \d{2}\.", found.choices[0].message.content)
+
+
+def test_response_in_a_schema(client: openai.OpenAI) -> None:
+    text = {"format": {"type": "json_schema", "name": "person", "schema": PERSON, "strict": True}}
+    extra = {"logit_bias": NEWLINES}
+    found = respond(client, text=text, temperature=1, max_output_tokens=400, extra_body=extra)
+    assert found.status == "completed" and validated(found.output_text)
+    events = list(respond(client, text=text, temperature=1, max_output_tokens=400, extra_body=extra, stream=True))
+    assert events[-1].type == "response.completed" and validated(events[-1].response.output_text)
+
+
+def test_response_in_a_model_of_the_sdk(client: openai.OpenAI) -> None:
+    asked: Any = {"model": NAME, "input": HELLO[0]["content"], "extra_body": {"logit_bias": NEWLINES}}
+    found = client.responses.parse(text_format=Person, max_output_tokens=400, **asked)
+    assert isinstance(found.output_parsed, Person)
+
+
+def test_response_errors_name_the_format(client: openai.OpenAI) -> None:
+    text = {"format": {"type": "json_schema", "name": "person", "schema": {"not": {}}}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        respond(client, text=text)
+    assert (caught.value.param, caught.value.code) == ("text.format", "grammar")
+
+
+def test_message_in_a_schema(claude: anthropic.Anthropic) -> None:
+    create: Any = claude.messages.create
+    found = create(
+        model=NAME,
+        messages=HELLO,
+        max_tokens=400,
+        output_config={"format": {"type": "json_schema", "schema": PERSON}},
+        extra_body={"temperature": 1, "logit_bias": NEWLINES},
+    )
+    assert found.stop_reason == "end_turn" and validated(found.content[0].text)
+
+
 # ---- Completions
 
 
@@ -383,6 +514,12 @@ def test_models(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
         (openai.BadRequestError, "n", {"n": 1000}),
         (openai.BadRequestError, "logit_bias", {"logit_bias": {"900000": 1}}),
         (openai.BadRequestError, "response_format", {"response_format": {"type": "json_schema", "json_schema": {}}}),
+        (openai.BadRequestError, "response_format", {"response_format": {"type": "regex", "regex": "(?=a)"}}),
+        (
+            openai.BadRequestError,
+            "response_format",
+            {"response_format": form({"not": {"type": "string"}}, strict=False)},
+        ),
         (openai.BadRequestError, "messages", {"messages": [{"role": "user", "content": "word " * 5000}]}),
         (
             openai.BadRequestError,

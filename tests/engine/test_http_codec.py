@@ -42,6 +42,29 @@ RENDERED: Final = sorted(
 )
 HELLO: Final = {"model": NAMES[0], "messages": [{"role": "user", "content": "Hello"}]}
 OFF: Final[dict[str, Any]] = {"thinking": {"type": "disabled"}}
+BEGUN: Final = {"role": "assistant", "content": "{", "prefix": True}
+CITY: Final[dict[str, Any]] = {
+    "name": "weather",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+TOOL: Final = {"type": "function", "function": CITY}
+STRICT_TOOL: Final = {"type": "function", "function": CITY | {"strict": True}}
+CLAUDES_TOOL: Final = {"name": "weather", "input_schema": CITY["parameters"]}
+TRIP: Final = {
+    "type": "object",
+    "properties": {"to": {"$ref": "#/$defs/town"}},
+    "required": ["to"],
+    "additionalProperties": False,
+    "$defs": {"town": {"type": "string", "maxLength": 9}},
+}
+FORM: Final = {"type": "json_schema", "json_schema": {"name": "trip", "schema": TRIP, "strict": True}}
+NAMED_FORM: Final = {"type": "json_schema", "name": "trip", "schema": TRIP, "strict": True}
+PLAIN_FORM: Final = {"type": "json_schema", "schema": TRIP}
 
 
 def codec_of(chat: Any, max_length: int = 1 << 20) -> Codec:
@@ -176,26 +199,61 @@ def test_sampling_is_as_the_recipe_has_it_and_the_rest_as_it_came(codec: Codec) 
 @pytest.mark.parametrize(
     ("api", "fields", "field"),
     [
-        (CHAT, {"response_format": {"type": "json_object"}, "messages": [{"role": "user", "content": "json"}]}, None),
-        (CHAT, {"response_format": {"type": "regex", "regex": "a+"}}, "response_format"),
+        (CHAT, {"tools": [TOOL], "response_format": FORM}, "response_format"),
+        (CHAT, {"tools": [STRICT_TOOL]}, "tools"),
+        (CHAT, {"messages": [*HELLO["messages"], BEGUN], "response_format": FORM}, "response_format"),
         (CHAT, {"functions": [{"name": "f"}]}, "functions"),
         (CHAT, {"guided_json": {"type": "object"}}, "guided_json"),
         (CHAT, {"audio": {"voice": "x"}}, "audio"),
         (RESPONSES, {"previous_response_id": "resp_1"}, "previous_response_id"),
         (RESPONSES, {"background": True}, "background"),
-        (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "a", "schema": {}}}}, "text.format"),
-        (MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format"),
+        (RESPONSES, {"tools": [CITY | {"type": "function"}], "text": {"format": NAMED_FORM}}, "text.format"),
+        (RESPONSES, {"tools": [CITY | {"type": "function", "strict": True}]}, "tools"),
+        (MESSAGES, {"tools": [CLAUDES_TOOL], "output_config": {"format": PLAIN_FORM}}, "output_config.format"),
         (MESSAGES, {"container": "x"}, "container"),
     ],
 )
 def test_what_would_change_an_answer_and_is_not_served_is_refused(
-    api: Api, fields: dict[str, Any], field: str | None, codec: Codec
+    api: Api, fields: dict[str, Any], field: str, codec: Codec
 ) -> None:
     body = {"model": NAMES[0], "input": "json"} if api is RESPONSES else {**HELLO, "max_tokens": 4}
     with pytest.raises(HttpFault) as caught:
         codec.ask(api, json.dumps({**body, **fields}).encode())
     assert (caught.value.status, caught.value.code) == (400, "unsupported")
-    assert caught.value.field == (field or "response_format")
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("api", "fields"),
+    [
+        (CHAT, {"response_format": FORM}),
+        (RESPONSES, {"text": {"format": NAMED_FORM}}),
+        (MESSAGES, {"output_config": {"format": PLAIN_FORM}}),
+    ],
+)
+def test_a_schema_is_enforced_as_it_came(api: Api, fields: dict[str, Any], codec: Codec) -> None:
+    body = {"model": NAMES[0], "input": "Hello"} if api is RESPONSES else {**HELLO, "max_tokens": 4}
+    asked = codec.ask(api, json.dumps({**body, **fields}).encode())
+    assert asked.params.json_schema == TRIP, "strict ones have lost their definitions elsewhere"
+    told = {} if api is MESSAGES else {"response_format": FORM}
+    assert asked.prompt == ask(codec, **told).prompt, "of Messages the recipe does not tell the model"
+
+
+def test_any_object_and_a_pattern_are_enforced(codec: Codec) -> None:
+    told = {"role": "user", "content": "Answer in json."}
+    assert ask(codec, messages=[told], response_format={"type": "json_object"}).params.json_schema == {"type": "object"}
+    assert ask(codec, response_format={"type": "regex", "regex": "a+"}).params.regex == "a+"
+    assert ask(codec, response_format={"type": "text"}).params == ask(codec).params
+    assert ask(codec, tools=[TOOL], tool_choice="none", response_format=FORM).params.json_schema == TRIP
+
+
+@pytest.mark.parametrize(
+    "form", [{"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "schema": "x"}, {"schema": TRIP}, 5]
+)
+def test_a_form_of_messages_that_is_none_is_refused(form: Any, codec: Codec) -> None:
+    with pytest.raises(HttpFault) as caught:
+        ask(codec, MESSAGES, max_tokens=4, output_config={"format": form})
+    assert caught.value.status == 400 and str(caught.value.field).startswith("output_config.format")
 
 
 def test_what_nobody_knows_is_ignored(codec: Codec) -> None:
