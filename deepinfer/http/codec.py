@@ -135,7 +135,8 @@ class Codec:
         """All of it. Raises `HttpFault` and `InvalidRequest`, which name the field."""
         converted = self.convert(api, body)
         fields = converted.fields
-        form = fields.output_config and fields.output_config.format if isinstance(fields, MessagesFields) else None
+        config = fields.output_config if isinstance(fields, MessagesFields) else None
+        form = None if config is None else config.format
         constraint = constrained_sampling(converted.request.conversation, api.format_field, form)
         prompt = self.encode(converted.request)
         return Asked(api, converted, prompt, self._sampling(converted, constraint, len(prompt)))

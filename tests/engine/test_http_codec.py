@@ -235,7 +235,7 @@ def test_a_schema_is_enforced_as_it_came(api: Api, fields: dict[str, Any], codec
     body = {"model": NAMES[0], "input": "Hello"} if api is RESPONSES else {**HELLO, "max_tokens": 4}
     asked = codec.ask(api, json.dumps({**body, **fields}).encode())
     assert asked.params.json_schema == TRIP, "strict ones have lost their definitions elsewhere"
-    told = {} if api is MESSAGES else {"response_format": FORM}
+    told: dict[str, Any] = {} if api is MESSAGES else {"response_format": FORM}
     assert asked.prompt == ask(codec, **told).prompt, "of Messages the recipe does not tell the model"
 
 
