@@ -11,6 +11,7 @@ Knows nothing of HTTP or engines: everything here is pure, and may run in a thre
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
@@ -20,7 +21,7 @@ from deepinfer.admission import ModelLimits
 from deepinfer.chat import NO_OPTIONS
 from deepinfer.deepseek_chat import DeepseekFormat, import_recipe
 from deepinfer.errors import ContextLengthExceeded, InvalidRequest
-from deepinfer.http.constraints import constrained_sampling
+from deepinfer.http.constraints import WriteCalls, constrained_sampling
 from deepinfer.http.fault import HttpFault, refused
 from deepinfer.http.fields import (
     MAX_VALUES,
@@ -32,7 +33,9 @@ from deepinfer.http.fields import (
     check_values,
     decode_fields,
     decode_object,
+    tool_schemas,
 )
+from deepinfer.http.tool_calls import calls_grammar
 from deepinfer.text import TextPipeline
 from deepinfer_protocol import SamplingParams
 
@@ -91,6 +94,8 @@ class Converted(NamedTuple):
 
     fields: Fields
     request: ConversationRequest
+    schemas: Mapping[str, Any]
+    """Of the arguments of tools, as they came."""
     echo: ResponsesEcho | None = None
     """What a response of /v1/responses repeats of its request."""
     namespaces: dict[str, tuple[str, str]] | None = None
@@ -117,7 +122,14 @@ class Codec:
         self.names: Final = tuple(names)
         self.deepseek: Final = text.chat if text is not None and isinstance(text.chat, DeepseekFormat) else None
         self._options = self._conversion_options()
+        self._write_calls = self._calls_of_the_model()
         self._refusals = (self.recipe.ConversionError, ValueError, OverflowError, RecursionError)
+
+    def _calls_of_the_model(self) -> WriteCalls | None:
+        if self.deepseek is None:
+            return None
+        [mark_id] = self.deepseek.tokenizer.encode(self.recipe.SpecialToken.Dsml.default_str())
+        return partial(calls_grammar, family=self.deepseek.family, mark_id=mark_id)
 
     def _conversion_options(self) -> ConversionOptions:
         """Of a model that is not DeepSeek's the sampling is as it was asked for, which is so with the older one."""
@@ -137,7 +149,9 @@ class Codec:
         fields = converted.fields
         config = fields.output_config if isinstance(fields, MessagesFields) else None
         form = None if config is None else config.format
-        constraint = constrained_sampling(converted.request.conversation, api.format_field, form)
+        constraint = constrained_sampling(
+            converted.request.conversation, api.format_field, form, converted.schemas, self._write_calls
+        )
         prompt = self.encode(converted.request)
         return Asked(api, converted, prompt, self._sampling(converted, constraint, len(prompt)))
 
@@ -161,9 +175,9 @@ class Codec:
     def _convert(self, api: Api, fields: Fields, raw: Mapping[str, Raw]) -> Converted:
         request = getattr(self.recipe, api.request)(msgspec.json.encode(raw))
         if api is not RESPONSES:
-            return Converted(fields, request.convert(self._options))
+            return Converted(fields, request.convert(self._options), tool_schemas(raw))
         namespaces, echo = request.namespace_tool_map(self._options), request.echo()
-        return Converted(fields, request.convert(self._options), echo, namespaces)
+        return Converted(fields, request.convert(self._options), tool_schemas(raw), echo, namespaces)
 
     def check_model(self, name: str) -> None:
         if name not in self.names:

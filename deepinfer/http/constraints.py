@@ -1,41 +1,55 @@
-"""What a request demands of the form of its answer: a JSON Schema, any JSON object, a pattern, strict tools.
+"""What a request demands of the form of its answer: a JSON Schema, any JSON object, a pattern, calls of tools.
 
 The one place that turns it into sampling parameters. What cannot be enforced is refused: an answer that only happens to
-have the form is worse than none. Calls of tools that are not strict are as the model makes them, also where one is
-required: then the prompt itself begins the call.
+have the form is worse than none. Where a tool is required, or tools are strict, calls are forced into their grammar;
+others are as the model makes them.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from deepinfer.http.fault import refused
+from deepinfer.http.tool_calls import CannotEnforce, Tool
 
 if TYPE_CHECKING:
     from deepseek_recipe import Conversation
 
     from deepinfer.http.fields import JsonFormat
 
-FIELDS: Final = ("json_schema", "regex")
-"""Those of `SamplingParams` that come of a response format."""
 _ANY_OBJECT: Final = {"type": "object"}
 
 
+class WriteCalls(Protocol):
+    """`calls_grammar` of a model."""
+
+    def __call__(self, tools: Sequence[Tool], *, is_required: bool) -> str: ...
+
+
+def names_of(field: str) -> Mapping[str, str]:
+    """What an API calls the fields of `SamplingParams` that are set here, where `field` has its response format."""
+    return {"json_schema": field, "regex": field, "grammar": "tools"}
+
+
 def constrained_sampling(
-    conversation: Conversation, field: str, messages_format: JsonFormat | None = None
+    conversation: Conversation,
+    field: str,
+    messages_format: JsonFormat | None,
+    schemas: Mapping[str, Any],
+    write_calls: WriteCalls | None,
 ) -> dict[str, Any]:
     """Fields of `SamplingParams`. Raises `HttpFault`; `field` is where the API has the response format.
 
-    That of Messages comes by itself: the recipe does not read it, and it is not in the prompt therefore.
+    That of Messages comes by itself: the recipe does not read it, and it is not in the prompt therefore. `schemas` are
+    those of the tools, as they came. `write_calls` is `None` for a model that calls none.
 
     The schema is as it came: the recipe's own `output_constraint` has lost the definitions of a strict one. Where the
     model thinks, the engine enforces the form from `</think>` on.
     """
-    if any(tool.strict for tool in conversation.tools):
-        raise refused("tools", "tools: the arguments of strict ones cannot be enforced yet", "unsupported")
     form = conversation.response_format if messages_format is None else messages_format.type
     if form == "text":
-        return {}
+        return {} if write_calls is None else _forced_calls(conversation, schemas, write_calls)
     if conversation.tools:
         told = "it cannot be enforced beside tools, which may be called instead: give tool_choice none, or no tools"
         raise refused(field, f"{field}: {told}", "unsupported")
@@ -46,3 +60,24 @@ def constrained_sampling(
     if form == "json_object":
         return {"json_schema": _ANY_OBJECT}
     return {"json_schema": conversation.response_schema if messages_format is None else messages_format.schema}
+
+
+def _forced_calls(conversation: Conversation, schemas: Mapping[str, Any], write_calls: WriteCalls) -> dict[str, Any]:
+    is_required = conversation.tool_choice == "required"
+    if not is_required and not any(tool.strict for tool in conversation.tools):
+        return {}
+    try:
+        tools = [
+            Tool(tool.name, _as_it_came(tool.name, schemas) if tool.strict else tool.parameters, bool(tool.strict))
+            for tool in conversation.tools
+        ]
+        return {"grammar": write_calls(tools, is_required=is_required)}
+    except CannotEnforce as error:
+        raise refused("tools", f"tools: {error}", "unsupported") from None
+
+
+def _as_it_came(name: str, schemas: Mapping[str, Any]) -> Any:
+    """The recipe drops what it does not know of a strict tool's schema."""
+    if name not in schemas:
+        raise CannotEnforce(f"{name}: a tool of its kind cannot be strict")
+    return schemas[name]

@@ -7,7 +7,7 @@ is in no table is ignored, as the SDKs send new ones before anybody serves them;
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
@@ -54,6 +54,27 @@ class SamplingFields(Struct, kw_only=True):
 
 
 _SAMPLING: Final = tuple(name for name in SamplingFields.__struct_fields__ if name != "priority")
+
+
+class ToolFields(Struct):
+    """A tool as any of the APIs has it, as far as its schema goes."""
+
+    name: str = ""
+    parameters: Any = None
+    input_schema: Any = None
+    function: ToolFields | None = None
+    tools: list[ToolFields] = []
+    """Of a group."""
+
+    def schemas(self) -> Iterator[tuple[str, Any]]:
+        """By the name that the model has for a tool."""
+        if self.function is not None:
+            yield from self.function.schemas()
+        elif self.tools:
+            for tool in self.tools:
+                yield f"{self.name}::{tool.name}", tool.parameters
+        else:
+            yield self.name, self.parameters if self.input_schema is None else self.input_schema
 
 
 class StreamOptions(Struct):
@@ -228,6 +249,17 @@ def check_served(raw: Mapping[str, Raw], kind: type[Struct]) -> None:
     for name, harmless in UNSERVED.get(kind, {}).items():
         if name in raw and _decode(raw[name], object) not in harmless:
             raise refused(name, f"{name}: it is not served here", "unsupported")
+
+
+def tool_schemas(raw: Mapping[str, Raw]) -> dict[str, Any]:
+    """The schemas of the tools' arguments as they came: the recipe drops what it does not know of strict ones."""
+    tools = decode_tools(raw["tools"]) if "tools" in raw else []
+    return dict(pair for tool in tools for pair in tool.schemas())
+
+
+def decode_tools(tools: Raw) -> list[ToolFields]:
+    found: list[ToolFields] = _decode(tools, list[ToolFields])
+    return found
 
 
 def check_lists(raw: Mapping[str, Raw]) -> None:

@@ -21,6 +21,23 @@ NAME: Final = "v41-nano"
 HELLO: Final[list[Any]] = [{"role": "user", "content": "Why do people like music?"}]
 TOOL_PARAMETERS: Final = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL: Final[Any] = {"type": "function", "function": {"name": "weather", "parameters": TOOL_PARAMETERS}}
+STRICT_TOOL: Final[Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "minLength": 2, "maxLength": 9},
+                "days": {"type": "integer", "minimum": 1, "maximum": 9},
+                "unit": {"type": "string", "enum": ["C", "F"]},
+            },
+            "required": ["city", "days", "unit"],
+            "additionalProperties": False,
+        },
+    },
+}
 CALLED: Final[list[Any]] = [
     {"role": "user", "content": "What is the weather in Paris?"},
     {
@@ -62,6 +79,8 @@ def vocabulary() -> dict[str, int]:
 
 
 VOCAB: Final = vocabulary()
+CALLS: Final[dict[str, Any]] = {"logit_bias": {str(VOCAB["/"]): 5}}
+"""It would call for ever."""
 NEWLINES: Final = {str(token_id): -100 for token, token_id in VOCAB.items() if "\u010a" in token}
 """A model as small as this one likes to indent more than it likes to end."""
 
@@ -235,9 +254,40 @@ def test_chat_tools_and_their_results(client: openai.OpenAI) -> None:
     assert found.usage.prompt_tokens > chat(client, messages=CALLED[:1]).usage.prompt_tokens + 20
 
 
-def test_chat_a_required_tool_begins_a_call(client: openai.OpenAI) -> None:
-    found = chat(client, tools=[TOOL], tool_choice="required", max_tokens=8)
-    assert found.choices[0].finish_reason in ("length", "tool_calls", "stop")
+def arguments_of(choice: Any) -> list[Any]:
+    assert choice.finish_reason == "tool_calls"
+    found = [json.loads(call.function.arguments) for call in choice.message.tool_calls]
+    for arguments in found:
+        jsonschema.validate(arguments, STRICT_TOOL["function"]["parameters"], jsonschema.Draft202012Validator)
+    return found
+
+
+def test_chat_a_required_tool_is_called(client: openai.OpenAI) -> None:
+    found = chat(client, tools=[STRICT_TOOL], tool_choice="required", max_tokens=400, **{**CALLS, "seed": 1})
+    assert arguments_of(found.choices[0])
+    named = {"type": "function", "function": {"name": "weather"}}
+    chunks = chat(client, tools=[STRICT_TOOL], tool_choice=named, max_tokens=400, stream=True, **{**CALLS, "seed": 1})
+    text = "".join(
+        call.function.arguments or "" for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()
+    )
+    assert text == "".join(call.function.arguments for call in found.choices[0].message.tool_calls)
+
+
+def test_chat_a_tool_that_is_not_strict_may_have_any_values(client: openai.OpenAI) -> None:
+    found = chat(client, tools=[TOOL], tool_choice="required", max_tokens=12)
+    assert found.choices[0].finish_reason == "length"
+    assert found.choices[0].message.tool_calls[0].function.name == "weather"
+
+
+def test_response_calls_a_required_tool(client: openai.OpenAI) -> None:
+    tool = {"type": "function", **STRICT_TOOL["function"]}
+    found = respond(
+        client, tools=[tool], tool_choice="required", temperature=1, max_output_tokens=400, extra_body=CALLS
+    )
+    calls = [item for item in found.output if item.type == "function_call"]
+    assert calls and found.status == "completed"
+    for call in calls:
+        jsonschema.validate(json.loads(call.arguments), STRICT_TOOL["function"]["parameters"])
 
 
 def test_chat_more_sampling(client: openai.OpenAI) -> None:

@@ -1,0 +1,255 @@
+"""The calls of tools that a DeepSeek model may write, as a grammar in Lark's notation.
+
+A call is written in DSML, tags around a mark that is a token of its own and in no text. A parameter that is text stands
+there as it is, any other as JSON. Parameters come in the order of their schema.
+Knows nothing of requests, or of who compiles the grammar.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from deepinfer.deepseek_chat import Family
+
+_ANNOTATIONS: Final = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "$schema"})
+_OF_PARAMETERS: Final = _ANNOTATIONS | {
+    "type",
+    "properties",
+    "required",
+    "additionalProperties",
+    "$defs",
+    "definitions",
+}
+_OF_TEXT: Final = _ANNOTATIONS | {"type", "minLength", "maxLength"}
+_PLAIN_NAME: Final = re.compile(r'[^"<>\\\x00-\x1f]+')
+_JSON_AS_THE_MODEL_WRITES_IT: Final = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+_MAX_DEPTH: Final = 16
+"""Of references and alternatives of one parameter."""
+
+
+class CannotEnforce(ValueError):
+    """Says which tool, which parameter, and why."""
+
+
+class Tool(NamedTuple):
+    """One that may be called."""
+
+    name: str
+    parameters: Any
+    """The schema of its arguments, as it came."""
+    is_strict: bool
+    """Its arguments satisfy the schema; else they have its names, and any values."""
+
+
+class _Dialect(NamedTuple):
+    block: str
+    invoke: str
+    parameter: str
+
+
+_DIALECTS: Final[Mapping[Family, _Dialect]] = {
+    "v4.1": _Dialect(" calls", " invoke", " parameter"),
+    "v4": _Dialect("tool_calls", "invoke", "parameter"),
+}
+
+
+def calls_grammar(tools: Sequence[Tool], *, is_required: bool, family: Family, mark_id: int) -> str:
+    """What may follow the prompt: text, calls, or both; with `is_required` calls, whose block the prompt has begun.
+
+    `mark_id` is the token of the mark. Raises `CannotEnforce`.
+    """
+    return _Writer(_DIALECTS[family], mark_id).grammar(tools, is_required)
+
+
+class _Writer:
+    """Rules as they come."""
+
+    def __init__(self, dialect: _Dialect, mark_id: int) -> None:
+        self._dialect = dialect
+        self._mark = f"<[{mark_id}]>"
+        self._lengths: dict[tuple[int, int | None], str] = {}  # names of the rules for text
+
+    def grammar(self, tools: Sequence[Tool], is_required: bool) -> str:
+        block, mark = self._dialect.block, self._mark
+        begun = f'call+ "</" {mark} {_literal(f"{block}>")}'
+        start = f'FREE | BEGIN {mark} {_literal(f"{block}>")} "\\n" {begun}'
+        rules = [
+            f"start: {begun if is_required else start}",
+            f"call: {' | '.join(f'call_{index}' for index in range(len(tools)))}",
+        ]
+        for index, tool in enumerate(tools):
+            rules += self._call(f"call_{index}", tool)
+        if not is_required:
+            rules += [r"FREE: /(.|\n)*/", r"BEGIN: /(.|\n)*\n\n</"]
+        rules += [f"{name}: /(.|\\n){_times(*length)}<\\//" for length, name in self._lengths.items()]
+        return "\n".join(rules) + "\n"
+
+    def _call(self, rule: str, tool: Tool) -> Iterator[str]:
+        invoke, mark = self._dialect.invoke, self._mark
+        schema = _parameters(tool)
+        properties, required = schema.get("properties", {}), schema.get("required", ())
+        begin = f'"<" {mark} {_literal(f"{invoke} name={_quoted(tool.name)}>")} "\\n"'
+        end = f'"</" {mark} {_literal(f"{invoke}>")} "\\n"'
+        parts = []
+        for index, (name, value) in enumerate(properties.items()):
+            place = f"{tool.name}.{name}"
+            parts.append(f"{rule}_{index}{'' if name in required else '?'}")
+            found = _alternatives(value, schema, place, _MAX_DEPTH) if tool.is_strict else _ANY
+            yield f"{rule}_{index}: {self._parameter(_name(name, place), found)}"
+        if not tool.is_strict and not properties and schema.get("additionalProperties") is not False:
+            parts = [f"{rule}_any*"]
+            yield f"{rule}_any: {self._parameter(None, _ANY)}"
+        yield f"{rule}: {' '.join([begin, *parts, end])}"
+
+    def _parameter(self, name: str | None, values: Iterable[_Value]) -> str:
+        """`None`: of any name."""
+        tag, mark = self._dialect.parameter, self._mark
+        called = r"/[^\"<>\n]+/" if name is None else _literal(name)
+        either = " | ".join(dict.fromkeys(map(self._value, values)))
+        return f'"<" {mark} {_literal(tag + " name=" + chr(34))} {called} ({either}) {mark} {_literal(f"{tag}>")} "\\n"'
+
+    def _value(self, value: _Value) -> str:
+        """To the beginning of the tag that ends it."""
+        text, other = _literal('" string="true">'), _literal('" string="false">')
+        if isinstance(value, str):
+            return f"{text} {_literal(value + '</')}"
+        if isinstance(value, _Json):
+            return f'{other} %json {json.dumps(value.schema | {"x-guidance": _JSON_AS_THE_MODEL_WRITES_IT})} "</"'
+        return f"{text} {self._lengths.setdefault(value, f'TEXT_{len(self._lengths)}')}"
+
+
+class _Json(NamedTuple):
+    """Any value that this schema accepts, but no text."""
+
+    schema: dict[str, Any]
+
+
+class _Text(NamedTuple):
+    """Any text of a length, in characters."""
+
+    least: int
+    most: int | None
+
+
+_Value = str | _Json | _Text
+"""A certain text, JSON, or text."""
+_ANY: Final[tuple[_Value, ...]] = (_Text(0, None), _Json({}))
+
+
+def _parameters(tool: Tool) -> dict[str, Any]:
+    """The schema of its arguments. Of a tool that is not strict as far as it can be read."""
+    schema = {} if tool.parameters is None else tool.parameters
+    if not isinstance(schema, dict) or schema.get("type", "object") != "object" or not schema.keys() <= _OF_PARAMETERS:
+        if not tool.is_strict:
+            return {}
+        raise CannotEnforce(f"{tool.name}: its parameters are no plain object of properties")
+    properties = schema.get("properties", {})
+    if not set(schema.get("required", ())) <= properties.keys():
+        if not tool.is_strict:
+            return {}
+        raise CannotEnforce(f"{tool.name}: a parameter is required that has no schema")
+    return schema
+
+
+def _alternatives(schema: Any, root: Mapping[str, Any], place: str, depth: int) -> tuple[_Value, ...]:
+    """The values that a parameter may have. Raises `CannotEnforce`."""
+    if schema is True:
+        return _ANY
+    if not isinstance(schema, dict) or depth == 0:
+        raise CannotEnforce(f"{place}: its schema is none that a parameter can have, or refers too far")
+    keys = schema.keys() - _ANNOTATIONS
+    if not keys:
+        return _ANY
+    if keys == {"$ref"}:
+        return _alternatives(_referred(schema["$ref"], root, place), root, place, depth - 1)
+    if keys == {"anyOf"} and isinstance(schema["anyOf"], list):
+        return tuple(value for part in schema["anyOf"] for value in _alternatives(part, root, place, depth - 1))
+    if keys <= {"type", "enum"} and isinstance(schema.get("enum"), list):
+        return _listed(schema["enum"], schema, place)
+    if keys <= {"type", "const"} and "const" in schema:
+        return _listed([schema["const"]], schema, place)
+    if isinstance(kinds := schema.get("type"), list):
+        parts = [schema | {"type": kind} for kind in kinds]
+        return tuple(value for part in parts for value in _alternatives(part, root, place, depth - 1))
+    if kinds == "string":
+        return (_text(schema, place),)
+    if kinds is None:
+        raise CannotEnforce(f"{place}: {', '.join(sorted(keys))} without a type cannot be enforced")
+    definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
+    return (_Json(schema | definitions if '"$ref"' in json.dumps(schema) else schema),)
+
+
+def _listed(values: Sequence[Any], schema: Mapping[str, Any], place: str) -> tuple[_Value, ...]:
+    """Those of them that are of the type, where there is one."""
+    kinds = schema.get("type", list(_TYPES))
+    fitting = [value for value in values if _is_of(value, kinds if isinstance(kinds, list) else [kinds])]
+    if not fitting:
+        raise CannotEnforce(f"{place}: no value satisfies its schema")
+    others = [value for value in fitting if not isinstance(value, str)]
+    return *(value for value in fitting if isinstance(value, str)), *([_Json({"enum": others})] if others else [])
+
+
+_TYPES: Final[Mapping[str, tuple[type, ...]]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "null": (type(None),),
+    "array": (list,),
+    "object": (dict,),
+}
+
+
+def _is_of(value: Any, kinds: Sequence[str]) -> bool:
+    if isinstance(value, bool):
+        return "boolean" in kinds
+    return any(isinstance(value, _TYPES.get(kind, ())) for kind in kinds)
+
+
+def _text(schema: Mapping[str, Any], place: str) -> _Text:
+    if beyond := schema.keys() - _OF_TEXT:
+        raise CannotEnforce(f"{place}: {', '.join(sorted(beyond))} of a text cannot be enforced")
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    if (
+        not isinstance(least, int)
+        or not isinstance(most, int | None)
+        or not 0 <= least <= (least if most is None else most)
+    ):
+        raise CannotEnforce(f"{place}: no text has that length")
+    return _Text(least, most)
+
+
+def _referred(reference: Any, root: Mapping[str, Any], place: str) -> Any:
+    match = re.fullmatch(r"#/(\$defs|definitions)/([^/~%]+)", reference) if isinstance(reference, str) else None
+    found = root.get(match[1]) if match is not None else None
+    if match is None or not isinstance(found, dict) or match[2] not in found:
+        raise CannotEnforce(f"{place}: {reference!r} is no definition of its tool's schema")
+    return found[match[2]]
+
+
+def _name(name: str, place: str) -> str:
+    if not _PLAIN_NAME.fullmatch(name):
+        raise CannotEnforce(f"{place}: such a name cannot be written in a call")
+    return name
+
+
+def _quoted(name: str) -> str:
+    return f'"{name}"'
+
+
+def _literal(text: str) -> str:
+    """As Lark has it."""
+    return json.dumps(text)
+
+
+def _times(least: int, most: int | None) -> str:
+    if most is None:
+        return f"{{{least},}}" if least else "*"
+    return f"{{{least},{most}}}"
