@@ -28,14 +28,14 @@ from deepinfer.http.fields import (
     ChatFields,
     MessagesFields,
     ResponsesFields,
+    asked_tools,
     check_lists,
     check_served,
     check_values,
     decode_fields,
     decode_object,
-    tool_schemas,
 )
-from deepinfer.http.tool_calls import calls_grammar
+from deepinfer.http.tool_calls import Tool, calls_grammar
 from deepinfer.text import TextPipeline
 from deepinfer_protocol import SamplingParams
 
@@ -94,8 +94,8 @@ class Converted(NamedTuple):
 
     fields: Fields
     request: ConversationRequest
-    schemas: Mapping[str, Any]
-    """Of the arguments of tools, as they came."""
+    tools: Mapping[str, Tool]
+    """As they came."""
     echo: ResponsesEcho | None = None
     """What a response of /v1/responses repeats of its request."""
     namespaces: dict[str, tuple[str, str]] | None = None
@@ -150,7 +150,7 @@ class Codec:
         config = fields.output_config if isinstance(fields, MessagesFields) else None
         form = None if config is None else config.format
         constraint = constrained_sampling(
-            converted.request.conversation, api.format_field, form, converted.schemas, self._write_calls
+            converted.request.conversation, api.format_field, form, converted.tools, self._write_calls
         )
         prompt = self.encode(converted.request)
         return Asked(api, converted, prompt, self._sampling(converted, constraint, len(prompt)))
@@ -175,9 +175,9 @@ class Codec:
     def _convert(self, api: Api, fields: Fields, raw: Mapping[str, Raw]) -> Converted:
         request = getattr(self.recipe, api.request)(msgspec.json.encode(raw))
         if api is not RESPONSES:
-            return Converted(fields, request.convert(self._options), tool_schemas(raw))
+            return Converted(fields, request.convert(self._options), asked_tools(raw))
         namespaces, echo = request.namespace_tool_map(self._options), request.echo()
-        return Converted(fields, request.convert(self._options), tool_schemas(raw), echo, namespaces)
+        return Converted(fields, request.convert(self._options), asked_tools(raw), echo, namespaces)
 
     def check_model(self, name: str) -> None:
         if name not in self.names:

@@ -14,7 +14,7 @@ from deepinfer.http.fault import refused
 from deepinfer.http.tool_calls import CannotEnforce, Tool
 
 if TYPE_CHECKING:
-    from deepseek_recipe import Conversation
+    from deepseek_recipe import Conversation, ToolDefinition
 
     from deepinfer.http.fields import JsonFormat
 
@@ -36,20 +36,21 @@ def constrained_sampling(
     conversation: Conversation,
     field: str,
     messages_format: JsonFormat | None,
-    schemas: Mapping[str, Any],
+    came: Mapping[str, Tool],
     write_calls: WriteCalls | None,
 ) -> dict[str, Any]:
     """Fields of `SamplingParams`. Raises `HttpFault`; `field` is where the API has the response format.
 
-    That of Messages comes by itself: the recipe does not read it, and it is not in the prompt therefore. `schemas` are
-    those of the tools, as they came. `write_calls` is `None` for a model that calls none.
+    That of Messages comes by itself: the recipe does not read it, and it is not in the prompt therefore. `came` are the
+    tools as they came: the recipe has changed strict ones, and does not read whether those of Messages are.
+    `write_calls` is `None` for a model that calls none.
 
     The schema is as it came: the recipe's own `output_constraint` has lost the definitions of a strict one. Where the
     model thinks, the engine enforces the form from `</think>` on.
     """
     form = conversation.response_format if messages_format is None else messages_format.type
     if form == "text":
-        return {} if write_calls is None else _forced_calls(conversation, schemas, write_calls)
+        return {} if write_calls is None else _forced_calls(conversation, came, write_calls)
     if conversation.tools:
         told = "it cannot be enforced beside tools, which may be called instead: give tool_choice none, or no tools"
         raise refused(field, f"{field}: {told}", "unsupported")
@@ -62,22 +63,20 @@ def constrained_sampling(
     return {"json_schema": conversation.response_schema if messages_format is None else messages_format.schema}
 
 
-def _forced_calls(conversation: Conversation, schemas: Mapping[str, Any], write_calls: WriteCalls) -> dict[str, Any]:
+def _forced_calls(conversation: Conversation, came: Mapping[str, Tool], write_calls: WriteCalls) -> dict[str, Any]:
     is_required = conversation.tool_choice == "required"
-    if not is_required and not any(tool.strict for tool in conversation.tools):
-        return {}
     try:
-        tools = [
-            Tool(tool.name, _as_it_came(tool.name, schemas) if tool.strict else tool.parameters, bool(tool.strict))
-            for tool in conversation.tools
-        ]
+        tools = [_as_it_came(tool, came) for tool in conversation.tools]
+        if not is_required and not any(tool.is_strict for tool in tools):
+            return {}
         return {"grammar": write_calls(tools, is_required=is_required)}
     except CannotEnforce as error:
         raise refused("tools", f"tools: {error}", "unsupported") from None
 
 
-def _as_it_came(name: str, schemas: Mapping[str, Any]) -> Any:
-    """The recipe drops what it does not know of a strict tool's schema."""
-    if name not in schemas:
-        raise CannotEnforce(f"{name}: a tool of its kind cannot be strict")
-    return schemas[name]
+def _as_it_came(tool: ToolDefinition, came: Mapping[str, Tool]) -> Tool:
+    if tool.name in came and came[tool.name].is_strict:
+        return came[tool.name]
+    if tool.strict:
+        raise CannotEnforce(f"{tool.name}: a tool of its kind cannot be strict")
+    return Tool(tool.name, tool.parameters, is_strict=False)

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from deepinfer.http.fault import HttpFault, refused
+from deepinfer.http.tool_calls import Tool
 
 T = TypeVar("T", bound=Struct)
 
@@ -57,24 +58,26 @@ _SAMPLING: Final = tuple(name for name in SamplingFields.__struct_fields__ if na
 
 
 class ToolFields(Struct):
-    """A tool as any of the APIs has it, as far as its schema goes."""
+    """A tool as any of the APIs has it, as far as its arguments go."""
 
     name: str = ""
     parameters: Any = None
     input_schema: Any = None
+    strict: bool | None = None
     function: ToolFields | None = None
     tools: list[ToolFields] = []
     """Of a group."""
 
-    def schemas(self) -> Iterator[tuple[str, Any]]:
-        """By the name that the model has for a tool."""
+    def known(self, group: str = "") -> Iterator[Tool]:
+        """Under the name that the model has for it; all of a group."""
         if self.function is not None:
-            yield from self.function.schemas()
+            yield from self.function.known()
         elif self.tools:
             for tool in self.tools:
-                yield f"{self.name}::{tool.name}", tool.parameters
+                yield from tool.known(f"{self.name}::")
         else:
-            yield self.name, self.parameters if self.input_schema is None else self.input_schema
+            schema = self.parameters if self.input_schema is None else self.input_schema
+            yield Tool(group + self.name, schema, bool(self.strict))
 
 
 class StreamOptions(Struct):
@@ -251,15 +254,10 @@ def check_served(raw: Mapping[str, Raw], kind: type[Struct]) -> None:
             raise refused(name, f"{name}: it is not served here", "unsupported")
 
 
-def tool_schemas(raw: Mapping[str, Raw]) -> dict[str, Any]:
-    """The schemas of the tools' arguments as they came: the recipe drops what it does not know of strict ones."""
-    tools = decode_tools(raw["tools"]) if "tools" in raw else []
-    return dict(pair for tool in tools for pair in tool.schemas())
-
-
-def decode_tools(tools: Raw) -> list[ToolFields]:
-    found: list[ToolFields] = _decode(tools, list[ToolFields])
-    return found
+def asked_tools(raw: Mapping[str, Raw]) -> dict[str, Tool]:
+    """By name, as they came: the recipe drops what it does not know of the schema of a strict one."""
+    found: list[ToolFields] | None = _decode(raw["tools"], list[ToolFields] | None) if "tools" in raw else None
+    return {tool.name: tool for fields in found or () for tool in fields.known()}
 
 
 def check_lists(raw: Mapping[str, Raw]) -> None:

@@ -179,6 +179,11 @@ def test_every_api_has_strict_tools_by_their_own_schemas(models: dict[Family, Mo
     claudes = [{"name": name, "input_schema": schema} for name, schema in SCHEMAS.items()]
     one = {"type": "tool", "name": "now"}
     assert "now" in model.ask(MESSAGES, tools=claudes, tool_choice=one, max_tokens=9).params.grammar
+    strict = [tool | {"strict": True} for tool in claudes]
+    free = model.ask(tools=openai_tools(is_strict=True)).params.grammar
+    assert model.ask(MESSAGES, tools=strict, max_tokens=9).params.grammar == free
+    patch = {"type": "custom", "name": "apply_patch", "description": "d"}
+    assert "input" in model.ask(RESPONSES, tools=[patch], tool_choice="required").params.grammar
     group = {"type": "namespace", "name": "travel", "description": "d", "tools": flat}
     assert '"days' in model.ask(RESPONSES, tools=[group]).params.grammar
 
