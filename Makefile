@@ -77,7 +77,7 @@ endif
 
 $(VENV)/.ready-run: pyproject.toml $(VENV)/.ready-venv
 	@echo "installing what serving needs into $(VENV) (torch is large: the first time takes minutes)"
-	@$(PY) -m pip install -q -c constraints.txt -e '.[worker,uvloop,deepseek,structured]'
+	@$(PY) -m pip install -q -c constraints.txt -e '.[worker,uvloop,deepseek,structured,server,metrics]'
 	@touch $@
 
 $(VENV)/.ready-dev: pyproject.toml $(VENV)/.ready-venv

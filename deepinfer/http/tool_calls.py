@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from deepinfer.deepseek_chat import Family
+from deepinfer.grammar import MAX_GRAMMAR_BYTES
 
 _ANNOTATIONS: Final = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "$schema"})
 _OF_PARAMETERS: Final = _ANNOTATIONS | {
@@ -32,6 +34,8 @@ _JSON_AS_THE_MODEL_WRITES_IT: Final = {
 }
 _MAX_DEPTH: Final = 16
 """Of references and alternatives of one parameter."""
+_MAX_VALUES: Final = 4096
+"""Alternatives of one parameter."""
 
 
 class CannotEnforce(ValueError):
@@ -65,7 +69,10 @@ def calls_grammar(tools: Sequence[Tool], *, is_required: bool, family: Family, m
 
     `mark_id` is the token of the mark. Raises `CannotEnforce`.
     """
-    return _Writer(_DIALECTS[family], mark_id).grammar(tools, is_required)
+    try:
+        return _Writer(_DIALECTS[family], mark_id).grammar(tools, is_required)
+    except RecursionError:
+        raise CannotEnforce("a schema is nested too deep") from None
 
 
 class _Writer:
@@ -84,8 +91,13 @@ class _Writer:
             f"start: {begun if is_required else start}",
             f"call: {' | '.join(f'call_{index}' for index in range(len(tools)))}",
         ]
+        num_characters = 0
         for index, tool in enumerate(tools):
-            rules += self._call(f"call_{index}", tool)
+            for rule in self._call(f"call_{index}", tool):
+                rules.append(rule)
+                num_characters += len(rule)
+                if num_characters > MAX_GRAMMAR_BYTES:  # definitions may be there once for every parameter
+                    raise CannotEnforce(f"{tool.name}: with it the grammar of calls has become too large")
         if not is_required:
             rules += [r"FREE: /(.|\n)*/", r"BEGIN: /(.|\n)*\n\n</"]
         rules += [f"{name}: /(.|\\n){_times(*length)}<\\//" for length, name in self._lengths.items()]
@@ -94,7 +106,7 @@ class _Writer:
     def _call(self, rule: str, tool: Tool) -> Iterator[str]:
         invoke, mark = self._dialect.invoke, self._mark
         schema = _parameters(tool)
-        properties, required = schema.get("properties", {}), schema.get("required", ())
+        properties, required = schema.get("properties", {}), frozenset(schema.get("required", ()))
         begin = f'"<" {mark} {_literal(f"{invoke} name={_quoted(tool.name)}>")} "\\n"'
         end = f'"</" {mark} {_literal(f"{invoke}>")} "\\n"'
         parts = []
@@ -112,7 +124,10 @@ class _Writer:
         """`None`: of any name."""
         tag, mark = self._dialect.parameter, self._mark
         called = r"/[^\"<>\n]+/" if name is None else _literal(name)
-        either = " | ".join(dict.fromkeys(map(self._value, values)))
+        kept = list(islice(values, _MAX_VALUES + 1))
+        if len(kept) > _MAX_VALUES:
+            raise CannotEnforce(f"{name}: more than {_MAX_VALUES} alternatives")
+        either = " | ".join(dict.fromkeys(map(self._value, kept)))
         return f'"<" {mark} {_literal(tag + " name=" + chr(34))} {called} ({either}) {mark} {_literal(f"{tag}>")} "\\n"'
 
     def _value(self, value: _Value) -> str:
@@ -146,44 +161,50 @@ _ANY: Final[tuple[_Value, ...]] = (_Text(0, None), _Json({}))
 def _parameters(tool: Tool) -> dict[str, Any]:
     """The schema of its arguments. Of a tool that is not strict as far as it can be read."""
     schema = {} if tool.parameters is None else tool.parameters
-    if not isinstance(schema, dict) or schema.get("type", "object") != "object" or not schema.keys() <= _OF_PARAMETERS:
-        if not tool.is_strict:
-            return {}
+    if _is_plain(schema):
+        return dict(schema)
+    if tool.is_strict:
         raise CannotEnforce(f"{tool.name}: its parameters are no plain object of properties")
-    properties = schema.get("properties", {})
-    if not set(schema.get("required", ())) <= properties.keys():
-        if not tool.is_strict:
-            return {}
-        raise CannotEnforce(f"{tool.name}: a parameter is required that has no schema")
-    return schema
+    return {}
 
 
-def _alternatives(schema: Any, root: Mapping[str, Any], place: str, depth: int) -> tuple[_Value, ...]:
+def _is_plain(schema: Any) -> bool:
+    """Nothing but properties, and which of them are required."""
+    if not isinstance(schema, dict) or schema.get("type", "object") != "object" or not schema.keys() <= _OF_PARAMETERS:
+        return False
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        return False
+    return all(isinstance(name, str) and name in properties for name in required)
+
+
+def _alternatives(schema: Any, root: Mapping[str, Any], place: str, depth: int) -> Iterator[_Value]:
     """The values that a parameter may have. Raises `CannotEnforce`."""
-    if schema is True:
-        return _ANY
-    if not isinstance(schema, dict) or depth == 0:
+    if not isinstance(schema, dict | bool) or schema is False or depth == 0:
         raise CannotEnforce(f"{place}: its schema is none that a parameter can have, or refers too far")
-    keys = schema.keys() - _ANNOTATIONS
+    schema = {} if schema is True else schema
+    keys, kinds = schema.keys() - _ANNOTATIONS, schema.get("type")
     if not keys:
-        return _ANY
-    if keys == {"$ref"}:
-        return _alternatives(_referred(schema["$ref"], root, place), root, place, depth - 1)
-    if keys == {"anyOf"} and isinstance(schema["anyOf"], list):
-        return tuple(value for part in schema["anyOf"] for value in _alternatives(part, root, place, depth - 1))
-    if keys <= {"type", "enum"} and isinstance(schema.get("enum"), list):
-        return _listed(schema["enum"], schema, place)
-    if keys <= {"type", "const"} and "const" in schema:
-        return _listed([schema["const"]], schema, place)
-    if isinstance(kinds := schema.get("type"), list):
-        parts = [schema | {"type": kind} for kind in kinds]
-        return tuple(value for part in parts for value in _alternatives(part, root, place, depth - 1))
-    if kinds == "string":
-        return (_text(schema, place),)
-    if kinds is None:
+        yield from _ANY
+    elif keys == {"$ref"}:
+        yield from _alternatives(_referred(schema["$ref"], root, place), root, place, depth - 1)
+    elif keys == {"anyOf"} and isinstance(schema["anyOf"], list) and schema["anyOf"]:
+        for part in schema["anyOf"]:
+            yield from _alternatives(part, root, place, depth - 1)
+    elif keys <= {"type", "enum"} and isinstance(schema.get("enum"), list):
+        yield from _listed(schema["enum"], schema, place)
+    elif keys <= {"type", "const"} and "const" in schema:
+        yield from _listed([schema["const"]], schema, place)
+    elif isinstance(kinds, list) and kinds:
+        for kind in kinds:
+            yield from _alternatives(schema | {"type": kind}, root, place, depth - 1)
+    elif kinds == "string":
+        yield _text(schema, place)
+    elif not isinstance(kinds, str):
         raise CannotEnforce(f"{place}: {', '.join(sorted(keys))} without a type cannot be enforced")
-    definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
-    return (_Json(schema | definitions if '"$ref"' in json.dumps(schema) else schema),)
+    else:
+        definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
+        yield _Json(schema | definitions if '"$ref"' in json.dumps(schema) else schema)
 
 
 def _listed(values: Sequence[Any], schema: Mapping[str, Any], place: str) -> tuple[_Value, ...]:
@@ -210,7 +231,7 @@ _TYPES: Final[Mapping[str, tuple[type, ...]]] = {
 def _is_of(value: Any, kinds: Sequence[str]) -> bool:
     if isinstance(value, bool):
         return "boolean" in kinds
-    return any(isinstance(value, _TYPES.get(kind, ())) for kind in kinds)
+    return any(isinstance(value, _TYPES.get(kind, ())) for kind in kinds if isinstance(kind, str))
 
 
 def _text(schema: Mapping[str, Any], place: str) -> _Text:

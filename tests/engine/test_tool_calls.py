@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -211,6 +212,43 @@ def test_a_parameter_that_cannot_be_enforced_is_named(schema: Any, words: str) -
     with pytest.raises(CannotEnforce, match=words):
         calls_grammar([Tool("n", parameters, True)], is_required=True, family="v4.1", mark_id=5)
     assert calls_grammar([Tool("n", parameters, False)], is_required=True, family="v4.1", mark_id=5)
+
+
+def wide(levels: int) -> dict[str, Any]:
+    """Few words for very many alternatives."""
+    found: dict[str, Any] = {f"d{at}": {"anyOf": [{"$ref": f"#/$defs/d{at + 1}"}] * 99} for at in range(levels)}
+    return found | {f"d{levels}": {"type": "string"}}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"properties": {"p": {"$ref": "#/$defs/d0"}}, "$defs": wide(6)}, "more than 4096 alternatives"),
+        (
+            {
+                "properties": {f"p{at}": {"type": "array", "items": {"$ref": "#/$defs/d"}} for at in range(5000)},
+                "$defs": {"d": {"type": "string", "enum": ["x" * 1000]}},
+            },
+            "too large",
+        ),
+        ({"properties": []}, "no plain object"),
+        ({"properties": {"p": {}}, "required": [[]]}, "no plain object"),
+        ({"properties": {"p": {}}, "required": "p"}, "no plain object"),
+        ({"properties": {"p": {"type": [["string"]], "enum": ["x"]}}}, "no value satisfies"),
+        ({"properties": {"p": {"type": [[[]]]}}}, "without a type"),
+        ({"properties": {"p": {"type": "string", "minLength": "x"}}}, "no text has that length"),
+        ({"properties": {"p": {"$ref": 5}}}, "is no definition"),
+        ({"properties": {"p": {"anyOf": []}}}, "without a type"),
+        ({"properties": {'a"b': {}}}, "such a name"),
+        ([], "no plain object"),
+        ("x", "no plain object"),
+    ],
+)
+def test_schemas_that_explode_or_are_none_are_refused_soon(parameters: Any, words: str) -> None:
+    began = time.perf_counter()
+    with pytest.raises(CannotEnforce, match=words):
+        calls_grammar([Tool("n", parameters, True)], is_required=False, family="v4.1", mark_id=5)
+    assert time.perf_counter() - began < 1.0
 
 
 def test_a_refusal_is_the_request_s(models: dict[Family, Model]) -> None:
