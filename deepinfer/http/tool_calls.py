@@ -26,7 +26,7 @@ _OF_PARAMETERS: Final = _ANNOTATIONS | {
     "definitions",
 }
 _OF_TEXT: Final = _ANNOTATIONS | {"type", "minLength", "maxLength"}
-_PLAIN_NAME: Final = re.compile(r'[^"<>\\\x00-\x1f]+')
+_PLAIN_NAME: Final = re.compile(r'[^"<>\\\s\x00-\x1f]+')
 _JSON_AS_THE_MODEL_WRITES_IT: Final = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -123,7 +123,7 @@ class _Writer:
     def _parameter(self, name: str | None, values: Iterable[_Value]) -> str:
         """`None`: of any name."""
         tag, mark = self._dialect.parameter, self._mark
-        called = r"/[^\"<>\n]+/" if name is None else _literal(name)
+        called = r"/[^\"<>\\\s]+/" if name is None else _literal(name)
         kept = list(islice(values, _MAX_VALUES + 1))
         if len(kept) > _MAX_VALUES:
             raise CannotEnforce(f"{name}: more than {_MAX_VALUES} alternatives")
@@ -257,7 +257,7 @@ def _referred(reference: Any, root: Mapping[str, Any], place: str) -> Any:
 
 def _name(name: str, place: str) -> str:
     if not _PLAIN_NAME.fullmatch(name):
-        raise CannotEnforce(f"{place}: such a name cannot be written in a call")
+        raise CannotEnforce(f"{place}: a call with such a name cannot be read")
     return name
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import re
@@ -14,6 +15,7 @@ from typing import Final
 
 import pytest
 
+from deepinfer import SamplingParams, connect
 from doubles.command import Running, run_command, running
 
 FAKE: Final = ("serve", "fake", "--http", "127.0.0.1:0", "--set", "fake_step_s=0.01", "--set", "fake_vocab_size=97")
@@ -101,11 +103,27 @@ def test_what_is_open_for_too_long_is_cut_off() -> None:
         (("--http", "8000"), "http: '8000': HOST:PORT is expected"),
         (("--http", "127.0.0.1:99999"), "http: '127.0.0.1:99999': HOST:PORT is expected"),
         (("--http", "127.0.0.1:x"), "HOST:PORT is expected"),
+        (("--served-name", "x"), "http: --served-name and --api-keys are for --http HOST:PORT"),
     ],
 )
 def test_an_address_that_cannot_be_is_refused_before_anything_is_loaded(options: tuple[str, ...], said: str) -> None:
     done = run_command("serve", "no-such-model", *options)
     assert done.returncode == 2 and said in done.stderr, done
+
+
+def test_the_client_wire_is_open_beside_it() -> None:
+    async def ask(url: str) -> list[int]:
+        async with connect(url) as client:
+            return (await client.generate([1, 2], SamplingParams(max_tokens=5, ignore_eos=True))).token_ids
+
+    with serving() as (server, port):
+        found = re.search(r"listening on (ipc://\S+)\n", server.written)
+        assert found is not None and len(asyncio.run(ask(found[1]))) == 5
+        connection, response = begin(port, 100)
+        server.process.terminate()
+        assert rest_of(response).endswith(b"data: [DONE]\n\n")
+        connection.close()
+        assert server.end() == 0 and not Path(found[1].removeprefix("ipc://")).exists()
 
 
 def test_keys_come_from_a_file_and_are_looked_at(tmp_path: Path) -> None:

@@ -240,6 +240,7 @@ def wide(levels: int) -> dict[str, Any]:
         ({"properties": {"p": {"$ref": 5}}}, "is no definition"),
         ({"properties": {"p": {"anyOf": []}}}, "without a type"),
         ({"properties": {'a"b': {}}}, "such a name"),
+        ({"properties": {"a b": {}}}, "such a name"),
         ([], "no plain object"),
         ("x", "no plain object"),
     ],
