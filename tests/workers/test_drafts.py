@@ -53,6 +53,7 @@ class Tables:
     """Logits by the token before, [V, V] each, and how sure the drafter is of the next draft, [V]."""
 
     block_size = 3
+    hidden_flat = None
 
     def __init__(self, seed: int, vocab: int = VOCAB, block_size: int = 3, spread: float = 1.5) -> None:
         self.block_size = block_size

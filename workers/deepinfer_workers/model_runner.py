@@ -23,7 +23,8 @@ from deepinfer_protocol import MaskBatch, ProtocolError, Ready, StepPlan, Worker
 from deepinfer_workers.batch import DeviceBatch, Ints
 from deepinfer_workers.capacity import limits_of, memory_faults, state_bytes
 from deepinfer_workers.drafts import DraftState, Verdict, VerifyRows
-from deepinfer_workers.graphs import GraphLadder
+from deepinfer_workers.graphed_drafter import GraphedDrafter
+from deepinfer_workers.graphs import GraphLadder, shapes
 from deepinfer_workers.ledger import LedgerEntry, SlotLedger
 from deepinfer_workers.models.model import ModelOptions, Step
 from deepinfer_workers.models.registry import load_model, num_threads_for, open_checkpoint
@@ -156,7 +157,7 @@ class ModelRunner:
         of_drafts = None if batch.num_verified is None else _DraftInputs(*columns[4:])
         predicted = None if of_drafts is None else self._write_drafts(batch, of_drafts)
         wanted = self._sampling.prompt_positions(batch.slots, built.entry.starts, batch.counts)
-        hidden = self._forward(batch, inputs.positions, built.prefetched)
+        hidden = self._forward(batch, inputs.positions, int(built.entry.ends.max()), built.prefetched)
         num_logits = len(inputs.places)
         is_every = num_logits == len(batch.row_of)  # plain decoding
         logits = self._model.logits(
@@ -237,25 +238,31 @@ class ModelRunner:
         self._sampling.admit(built.batch.admissions)
         self._model.admit(built.batch.admissions)
 
-    def _forward(self, batch: DeviceBatch, positions: Tensor, prefetched: object) -> Tensor:
-        """Hidden states, [T, C]. Afterwards the lengths are those after the step, if it accepts all drafts."""
-        if self._graphs is not None and batch.num_positions in self._graphs and self._ops.is_flat(batch.counts):
-            return self._graphs.replay(positions)
-        return self._run_layers(positions, batch.counts, prefetched)
+    def _forward(self, batch: DeviceBatch, positions: Tensor, longest: int, prefetched: object) -> Tensor:
+        """Hidden states, [T, C], of sequences up to `longest`.
+
+        Afterwards the lengths are those after the step, if it accepts all drafts.
+        """
+        if self._graphs is not None and self._ops.is_flat(batch.counts) and self._model.is_flat(batch):
+            shape = self._graphs.find(batch.num_positions, longest)
+            if shape is not None:
+                self._model.stage(self._step(positions, batch.counts, prefetched))
+                return self._graphs.replay(shape, positions)
+        hidden = self._model.forward(self._step(positions, batch.counts, prefetched))
+        self._slots.advance(positions[0])
+        return hidden
 
     def _prompt_logprobs(self, hidden: Tensor, wanted: PromptPositions) -> Logprobs:
         parts = to_device(wanted.packed, hidden.device).split(ROWS_AT_ONCE)
         logits = (self._model.logits(hidden.index_select(0, part)) for part in parts)  # a long prompt has many
         return self._sampling.prompt_logprobs(logits, wanted)
 
-    def _run_layers(self, positions: Tensor, counts: Ints, prefetched: object = None) -> Tensor:
-        """Hidden states [T, C] of `positions` [2, T], which are slots and offsets; `counts` [S] are the rows' sizes."""
+    def _step(self, positions: Tensor, counts: Ints, prefetched: object = None) -> Step:
+        """Of `positions` [2, T], which are slots and offsets; `counts` [S] are the rows' sizes."""
         slots, offsets = positions.unbind(0)
         tokens, places, cache_indices = self._slots.gather(slots, offsets)
         rows = PackedRows(counts, slots, places, self._slots.tables)
-        hidden = self._model.forward(Step(tokens, cache_indices, rows, self._slots.tokens, prefetched))
-        self._slots.advance(slots)
-        return hidden
+        return Step(tokens, cache_indices, rows, self._slots.tokens, prefetched)
 
     def _prepare_gpu(self) -> None:
         """Compile our own kernels for what steps will launch, and capture the small steps, before somebody waits.
@@ -267,14 +274,21 @@ class ModelRunner:
         for counts in self._model.typical_steps():
             positions = torch.zeros(2, int(counts.sum()), dtype=torch.int64, device=device)
             positions[0] = null_slot
-            self._model.logits(self._run_layers(positions, counts)[-1:])
-        if self._config.cuda_graphs and self._model.can_capture:
-            self._graphs = GraphLadder(self._limits.ladder, self._run_flat, null_slot, device)
+            self._model.logits(self._model.forward(self._step(positions, counts))[-1:])
+        lengths = self._model.capture_lengths if self._config.cuda_graphs else ()
+        if lengths:
+            self._graphs = GraphLadder(shapes(self._limits.ladder, lengths), self._run_flat, null_slot, device)
+        drafter = self._model.drafter
+        if lengths and drafter is not None and drafter.hidden_flat is not None:
+            self._model.drafter = GraphedDrafter(drafter, drafter.hidden_flat, null_slot, device)
         self._clock = QueueClock(device)
 
-    def _run_flat(self, positions: Tensor) -> Tensor:
+    def _run_flat(self, positions: Tensor, most_positions: int) -> Tensor:
         """What a graph does: every position as if it were a row of its own."""
-        return self._run_layers(positions, np.ones(positions.shape[1], np.int64))
+        step = self._step(positions, np.ones(positions.shape[1], np.int64))
+        hidden = self._model.forward_flat(step, most_positions)
+        self._slots.advance(positions[0])
+        return hidden
 
     def _judge(
         self,

@@ -7,6 +7,7 @@ Legend: `T` positions of a step, padded; `N` longest n-gram; `E` width of what a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -54,6 +55,7 @@ class EngramLayers:
             for layer, hash_ in zip(config.layers, layer_hashes(config, vocabulary, self._image_token_id), strict=True)
         ]
         self._prefetcher: EngramPrefetcher | None = None
+        self._staged: dict[int, list[Tensor]] = {}  # by the number of positions
         self._engrams = [_engram(weights, f"layers.{layer}.engram") for layer in config.layers]
 
     def allocate(self, num_slots: int) -> None:
@@ -71,14 +73,38 @@ class EngramLayers:
 
     def embeddings(self, step: Step, num_positions: int) -> dict[int, Added]:
         """By layer, of the step's first `num_positions`, which are no padding."""
+        return self._added([values[:num_positions].to(self._device) for values in self._fetch(step)])
+
+    def stage(self, step: Step) -> None:
+        """Bring what `staged` gives for steps of this size; nothing waits but for the tokens to be known."""
+        for target, values in zip(self._room(len(step.tokens)), self._fetch(step), strict=True):
+            target.copy_(values)
+
+    def staged(self, num_positions: int) -> dict[int, Added]:
+        """As `embeddings`: what was last staged of this many positions, padding included, always in the same place."""
+        return self._added(self._room(num_positions))
+
+    def _room(self, num_positions: int) -> list[Tensor]:
+        if num_positions not in self._staged:
+            config = self._config
+            width = (config.max_ngram - 1) * config.num_heads * config.head_dim
+            self._staged[num_positions] = [
+                torch.zeros(num_positions, width, device=self._device) for _ in self._engrams
+            ]
+        return self._staged[num_positions]
+
+    def _added(self, embeddings: Sequence[Tensor]) -> dict[int, Added]:
+        return {
+            layer: Added(engram, values, self._image_token_id)
+            for layer, engram, values in zip(self._config.layers, self._engrams, embeddings, strict=True)
+        }
+
+    def _fetch(self, step: Step) -> list[Tensor]:
+        """Of each layer, on the host: [T, E]."""
         assert isinstance(step.prefetched, EngramPrefetch)
         prefetched = step.prefetched
         prefetched.settle(step.rows.counts, len(step.tokens))
-        fetched = prefetched.take(self._ngrams(step, prefetched.missing))
-        return {
-            layer: Added(engram, rows.dequantize()[:num_positions].to(self._device), self._image_token_id)
-            for layer, engram, rows in zip(self._config.layers, self._engrams, fetched, strict=True)
-        }
+        return [rows.dequantize() for rows in prefetched.take(self._ngrams(step, prefetched.missing))]
 
     def _ngrams(self, step: Step, places: Ints) -> Ints:
         """The tokens at `places` [M] and those before them, newest first: [M, N]."""
