@@ -7,7 +7,7 @@ nothing of engines.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import cycle
 from typing import NamedTuple
 
@@ -45,9 +45,11 @@ class Simulated(NamedTuple):
 def simulate(
     policy: DraftPolicy, costs: CostTable, walks: Sequence[Sequence[Block]], num_rows: int, num_steps: int
 ) -> Simulated:
-    """`num_steps` steps of `num_rows` rows that decode for ever, each along one of `walks`, from the top again at its
-    end. A policy chooses by the blocks before those that it has verified, as in the engine."""
-    paths = [cycle(walk) for walk, _ in zip(cycle(walks), range(num_rows), strict=False)]
+    """`num_steps` steps of `num_rows` rows that decode for ever, along all `walks`, each from another one on.
+
+    A policy chooses by the blocks before those that it has verified, as in the engine.
+    """
+    paths = [_path(walks, row % len(walks)) for row in range(num_rows)]
     now: list[Block | None] = [None] * num_rows
     older: list[bytes] = [b""] * num_rows
     num_tokens = num_verified = 0
@@ -80,6 +82,10 @@ def simulate(
         else:
             now = [None] * num_rows
     return Simulated(num_rows, num_steps, num_tokens, num_verified, time_us)
+
+
+def _path(walks: Sequence[Sequence[Block]], first: int) -> Iterator[Block]:
+    return cycle([block for walk in (*walks[first:], *walks[:first]) for block in walk])
 
 
 def verify_lengths(survivals: Sequence[bytes | None], budget: int) -> list[int]:

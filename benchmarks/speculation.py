@@ -258,7 +258,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=48, help="of each answer")
     parser.add_argument("--runs", type=int, default=5, help="of which the median counts")
     parser.add_argument("--prompts", type=int, default=16, help="recorded for the simulator")
-    parser.add_argument("--steps", type=int, default=400, help="simulated")
+    parser.add_argument("--steps", type=int, default=2000, help="simulated")
     parser.add_argument("--costs", default="", help="a file with a cost table; measured if there is none")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args(words)

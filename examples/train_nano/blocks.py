@@ -35,7 +35,9 @@ class Blocks(NamedTuple):
     """[B, A, T]: the places that each block sees before it."""
 
 
-def choose_blocks(figures: Figures, packed: Packed, packer: Packer, seed: int) -> Blocks:
+def choose_blocks(
+    figures: Figures, packed: Packed, packer: Packer, seed: int, places_per_block: int = PLACES_PER_BLOCK
+) -> Blocks:
     """At random places of what is to be learnt; the same for the same seed. Rows of little text have idle blocks."""
     assert figures.drafts is not None
     size, (num_rows, length), device = figures.drafts.block_size, packed.tokens.shape, packed.tokens.device
@@ -43,7 +45,7 @@ def choose_blocks(figures: Figures, packed: Packed, packer: Packer, seed: int) -
     can_begin = is_learnt & is_learnt.roll(-1, 1)
     can_begin[:, -1] = False
     draws = torch.rand(packed.tokens.shape, generator=torch.Generator().manual_seed(seed)).to(device)
-    chosen = torch.where(can_begin, draws, -1.0).topk(max(length // PLACES_PER_BLOCK, 1), 1)
+    chosen = torch.where(can_begin, draws, -1.0).topk(max(length // places_per_block, 1), 1)
     places = chosen.indices  # [B, A]
     steps = torch.arange(size, device=device)
     before = places[..., None] + 1 + steps  # [B, A, K]

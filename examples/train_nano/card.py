@@ -86,10 +86,16 @@ def _training(report: dict[str, Any]) -> Iterator[str]:
         ("The model", found["model"]),
         *(("The draft stages, beside the frozen model,", log) for log in found["drafts"]),
     ]
-    told = [f"{who} saw {log['tokens'] / 1e6:.1f} million tokens in {log['step']:,} steps." for who, log in logs if log]
+    told = [_lesson(who, log) for who, log in logs if log]
     if told:
         what = "The last steps compute with weights, activations and cached rows in their stored formats."
         yield "\n".join(["## Training", "", *told, what, "The programs are those of `examples/train_nano`.", ""])
+
+
+def _lesson(who: str, log: dict[str, Any]) -> str:
+    if num_drafts := log.get("fitted"):
+        return f"Their confidence head alone was fitted to {num_drafts:,} drafts of the model's own greedy answers."
+    return f"{who} saw {log['tokens'] / 1e6:.1f} million tokens in {log['step']:,} steps."
 
 
 def _figures(report: dict[str, Any]) -> Iterator[str]:

@@ -25,6 +25,8 @@ from examples.train_nano.held_out import documents_of
 from examples.train_nano.packing import RowPacker
 
 _COOLEST, _HOTTEST = 0.6, 1.0
+_GREEDY = 0.5
+"""The share of answers that are; the others are sampled, at temperatures between those."""
 _LEAST_ROOM = 32
 """Tokens of a row that a prompt must leave for its answer."""
 
@@ -42,25 +44,42 @@ def main() -> None:
     )
 
 
-def continue_text(model: Path, data: Path, out: Path, num_parts: int, num_answers: int, most: int) -> None:
-    """Writes the parts that are missing in `out`."""
+def continue_text(
+    model: Path,
+    data: Path,
+    out: Path,
+    num_parts: int,
+    num_answers: int,
+    most: int,
+    *,
+    greedy: float = _GREEDY,
+    first: int = 0,
+) -> None:
+    """Writes the parts from `first` on that are missing in `out`; of the answers, a share of `greedy` is."""
     out.mkdir(parents=True, exist_ok=True)
     length = min(int(path.stem.split("_")[1]) for path in data.glob("train_*.npy"))
-    paths = {part: out / f"own_{length}_{part:02}.npy" for part in range(num_parts)}
+    paths = {part: out / f"own_{length}_{part:02}.npy" for part in range(first, first + num_parts)}
     missing = {part: path for part, path in paths.items() if not path.exists()}
     if missing:
         figures = Figures.of_file(data / "config.json")
-        asyncio.run(_write(model, missing, _Prompts(data, figures, length), figures, num_answers, most))
+        prompts = _Prompts(data, figures, length)
+        asyncio.run(_write(model, missing, prompts, figures, num_answers, most, greedy))
 
 
 async def _write(
-    model: Path, paths: Mapping[int, Path], prompts: _Prompts, figures: Figures, num_answers: int, most: int
+    model: Path,
+    paths: Mapping[int, Path],
+    prompts: _Prompts,
+    figures: Figures,
+    num_answers: int,
+    most: int,
+    greedy: float,
 ) -> None:
     async with Engine(model) as engine:
         for part, path in paths.items():
             asked = prompts.some(part, num_answers)
             rooms = [min(most, prompts.length - len(prompt)) for prompt in asked]
-            params = [_params(part, index, room) for index, room in enumerate(rooms)]
+            params = [_params(part, index, room, greedy) for index, room in enumerate(rooms)]
             plain = [[token % UNLEARNT for token in prompt] for prompt in asked]
             answers = await engine.generate_many(plain, params, progress=False)
             packer = RowPacker(prompts.length, figures.pad + UNLEARNT)
@@ -100,9 +119,9 @@ class _Prompts:
         return found[:most]
 
 
-def _params(part: int, index: int, most: int) -> SamplingParams:
+def _params(part: int, index: int, most: int, greedy: float) -> SamplingParams:
     source = random.Random(f"{part}.{index}")
-    temperature = 0.0 if index % 2 == 0 else source.uniform(_COOLEST, _HOTTEST)
+    temperature = 0.0 if index * greedy % 1.0 < greedy else source.uniform(_COOLEST, _HOTTEST)
     return SamplingParams(temperature=temperature, max_tokens=most, seq_seed=source.getrandbits(31))
 
 

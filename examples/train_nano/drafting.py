@@ -15,6 +15,8 @@ from deepinfer.request import Request
 from deepinfer_protocol import RowFlag, split_columns, unpack_int32
 
 _NUM_BINS = 10
+_ROOM = {"max_num_seqs": 64, "max_batch_tokens": 1024}
+"""A step has room for every draft of every row: none is left out for being the least likely of many."""
 
 
 class Judged(NamedTuple):
@@ -64,18 +66,30 @@ class DraftWatch:
 
 
 async def measure(
-    model: str | Path, questions: Sequence[str], max_tokens: int, temperature: float, num_drafts: int = -1
+    model: str | Path,
+    questions: Sequence[str],
+    max_tokens: int,
+    temperature: float,
+    num_drafts: int = -1,
+    num_answers: int = 1,
 ) -> dict[str, Any]:
-    """Tokens that a forward commits, acceptance by place and how well it was foreseen. Drafts are of a fixed length."""
+    """Tokens that a forward commits, acceptance by place and how well it was foreseen. Drafts are of a fixed length;
+    each question is answered `num_answers` times."""
     watch = DraftWatch()
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
-    settings: dict[str, Any] = {"num_drafts": num_drafts, "scheduled_drafts": False, "overlap": False, "seed": 1}
+    settings: dict[str, Any] = _ROOM | {
+        "num_drafts": num_drafts,
+        "scheduled_drafts": False,
+        "overlap": False,
+        "seed": 1,
+    }
     async with Engine(model, observers=[watch], **settings) as engine:
-        chats = [[{"role": "user", "content": question}] for question in questions]
+        chats = [[{"role": "user", "content": question}] for question in questions] * num_answers
         await engine.generate_many(chats, params, thinking=False, progress=False)
         counts = engine.stats().core.drafts
     return {
         "questions": len(questions),
+        "answers": len(chats),
         "temperature": temperature,
         "tokens_per_forward": counts.tokens_per_step,
         "forwards": counts.num_steps,

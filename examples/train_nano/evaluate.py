@@ -24,7 +24,7 @@ from deepinfer import Engine, SamplingParams
 from examples.train_nano import agreement, drafting
 from examples.train_nano.chat import TextEncoder
 from examples.train_nano.figures import Figures
-from examples.train_nano.held_out import Ids, as_prompts, conversations, first_questions, held_out
+from examples.train_nano.held_out import Ids, as_prompts, conversations, held_out, questions
 from examples.train_nano.layers import Switches
 from examples.train_nano.model import Model
 from examples.train_nano.packed import UNLEARNT, Packer
@@ -37,6 +37,8 @@ _MOST_TOKENS = 300
 """Of a sampled answer."""
 _DRAFTED_TOKENS = 128
 """Of an answer that is drafted."""
+_SAMPLED_ANSWERS = 2
+"""To each question: fewer drafts are accepted, and those far back in a block must be many, too."""
 
 
 def main() -> None:
@@ -56,7 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drafts", type=Path, nargs="*", default=[], help="in the order of their training")
     parser.add_argument("--documents", type=int, default=100, help="to compute the loss of")
     parser.add_argument("--samples", type=int, default=12, help="of answers, as they come")
-    parser.add_argument("--questions", type=int, default=60, help="to answer with drafts")
+    parser.add_argument("--questions", type=int, default=250, help="to answer with drafts")
     parser.add_argument("--prompts", type=int, default=500, help="whose next token truncation may change")
     parser.add_argument("--cuts", type=int, default=200, help="the same of prompts that end anywhere")
 
@@ -69,15 +71,20 @@ def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
         "drafts": [last_line(folder / "log.jsonl") for folder in arguments.drafts],
     }
     documents = held_out(data, arguments.documents)
-    questions = first_questions(data, max(arguments.samples, arguments.questions))
-    answered = asyncio.run(served(served_folder, documents, questions[: arguments.samples], _MOST_TOKENS))
+    asked = questions(data, max(arguments.samples, arguments.questions))
+    answered = asyncio.run(served(served_folder, documents, asked[: arguments.samples], _MOST_TOKENS))
     if documents:
         loss = trained_loss(data, read_parts(arguments.checkpoint, "model"), documents)
         report["loss"] = {"documents": len(documents), "trained": loss, "served": answered["served_loss"]}
     if arguments.questions and report["model"]["longest_draft"]:
-        asked = questions[: arguments.questions]
-        for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
-            measured = drafting.measure(served_folder, asked, _DRAFTED_TOKENS, temperature)
+        for name, temperature, num_answers in (("greedy", 0.0, 1), ("sampled", 1.0, _SAMPLED_ANSWERS)):
+            measured = drafting.measure(
+                served_folder,
+                asked[: arguments.questions],
+                _DRAFTED_TOKENS,
+                temperature,
+                num_answers=num_answers,
+            )
             report.setdefault("drafts", {})[name] = asyncio.run(measured)
     if arguments.prompts or arguments.cuts:
         talks = conversations(data)

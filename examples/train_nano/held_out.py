@@ -40,9 +40,13 @@ def as_prompts(documents: Sequence[Ids]) -> list[Ids]:
     return [[token % UNLEARNT for token in document] for document in documents]
 
 
-def first_questions(data: Path, most: int) -> list[str]:
-    """Of each held-out conversation."""
-    return [messages[0]["content"] for messages in _conversations(data)[:most]]
+def questions(data: Path, most: int) -> list[str]:
+    """Of the held-out conversations, each once: first those that conversations begin with."""
+    asked = [
+        [message["content"] for message in messages if message["role"] == "user"] for messages in _conversations(data)
+    ]
+    firsts, others = ([part for each in asked for part in each[chosen]] for chosen in (slice(1), slice(1, None)))
+    return list(dict.fromkeys(firsts + others))[:most]
 
 
 def conversations(data: Path) -> list[Ids]:

@@ -47,11 +47,13 @@ def read(figures: Path) -> dict[str, Any]:
 
 def put(model: Path, folder: Path) -> None:
     """What is in `folder` goes, and the files of `model` come. They may be the same."""
-    if model.resolve() == folder.resolve():
-        return
-    if folder.exists():
-        shutil.rmtree(folder)
-    shutil.copytree(model, folder)
+    if model.resolve() != folder.resolve():
+        if folder.exists():
+            shutil.rmtree(folder)
+        shutil.copytree(model, folder)
+    file = folder / "tokenizer_config.json"
+    told = json.loads(file.read_text(encoding="utf-8")) | {"thinking": False}  # no answer that it learnt from began so
+    file.write_text(json.dumps(told, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -118,6 +118,8 @@ def test_the_measured_figures_hold_together(report: dict[str, Any]) -> None:
     greedy = report["drafts"]["greedy"]
     assert greedy["tokens_per_forward"] == pytest.approx(1 + sum(np.cumprod(greedy["acceptance"])), abs=0.05)
     assert len(greedy["calibration"]) == report["model"]["longest_draft"] == 5
+    for place in greedy["calibration"]:
+        assert place["gap"] <= 0.05 and place["drafts"] >= 1000
     assert report["agreement"]["prompts"]["places"] >= 500
     assert len(report["samples"]) >= 12 and all(len(sample["text"].split()) > 3 for sample in report["samples"])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import lzma
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -32,13 +31,7 @@ from examples.train_nano.train_drafts import DraftTrainer
 from examples.train_nano.write_text import line, prompts, write_text
 from training.nano import CPU, OFF, ON, VOCAB_SIZE, prepared, random_weights, tiny_config
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

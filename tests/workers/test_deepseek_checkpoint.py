@@ -6,7 +6,7 @@ import json
 import shutil
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ from deepinfer_workers.safetensors_writer import header_bytes
 from doubles.released_deepseek import v41_flash
 from doubles.tiny_deepseek import tiny_v4, tiny_v41, with_vision
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Json = dict[str, Any]
 SHARD_BYTES = 400_000
 """Several files of several tensors each."""
@@ -42,15 +44,6 @@ CONFIGS: dict[str, Callable[[], Json]] = {
     "v4": tiny_v4,
     "v4 plain": lambda: tiny_v4(is_quantized=False),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors are small: a team of threads would only wait for each other."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,14 +17,7 @@ from deepinfer_workers.models.deepseek.selection import best_blocks, best_rows, 
 from doubles.deepseek_sequences import Sequences, random_tokens
 from doubles.tiny_deepseek import tiny_v41
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Products this small are done before a second thread has woken up."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # The definitions, position by position.

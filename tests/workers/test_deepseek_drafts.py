@@ -23,20 +23,13 @@ from doubles.deepseek_sequences import DRAFTING, PLAIN, Drafted, Sequences, rand
 from doubles.tiny_deepseek import tiny_v4, tiny_v41
 from doubles.tiny_llama import TinyLlama
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCAB: Final = 512
 WINDOW: Final = 16
 BLOCK: Final = 5
 KEEP: Final = WINDOW + BLOCK + 1
 FAMILIES: Final = {"v4.1": (tiny_v41, DRAFTING, 256), "v4": (tiny_v4, DRAFTING._replace(block_size=128), 384)}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Products this small are done before a second thread has woken up."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -258,3 +251,29 @@ def test_drafts_are_the_oracles(tmp_path: Path, seed: int, length: int) -> None:
     torch.testing.assert_close(found.confidences, expected.confidences, rtol=1e-4, atol=1e-4)
     reversed_taps = oracle.draft(ids[:length], ids[length], drafted, order=[2, 1, 0])
     assert (found.hidden - reversed_taps.hidden).abs().max() > 0.01
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_gpu_drafts_for_many_what_a_cpu_does(folders: dict[str, Path], family: str) -> None:
+    """Rows of several sequences in one step, and their blocks in one call."""
+    _, options, max_len = FAMILIES[family]
+    plain = options._replace(quantizes_activations=False, quantizes_caches=False)
+    found = []
+    for accelerator in ("cpu", "nvidia"):
+        sequences = Sequences(folders[family], plain, max_len=max_len, accelerator=accelerator)
+        for slot, length in enumerate((3, 40, 90, 17)):
+            sequences.start(slot, tokens_of(100, seed=80 + slot))
+            sequences.run((slot, length))
+        steps = [sequences.run((0, 1), (1, 4), (2, 2), (3, 6)) for _ in range(3)]
+        found.append(
+            ([logits for step in steps for logits in step], sequences.draft(*((slot, 8) for slot in range(4))))
+        )
+        sequences.close()
+    (expected, drafts), (on_gpu, drafts_on_gpu) = found
+    for mine, its in zip(on_gpu, expected, strict=True):
+        assert (mine - its).abs().max() < 1e-3 * its.std()
+    for block, wanted in zip(drafts_on_gpu, drafts, strict=True):
+        assert (block.hidden - wanted.hidden).abs().max() < 1e-3 * wanted.hidden.std()
+        assert torch.equal(block.tokens, wanted.tokens)
+        torch.testing.assert_close(block.confidences, wanted.confidences, atol=1e-3, rtol=0)

@@ -24,20 +24,13 @@ from doubles.deepseek_sequences import EXACT, PLAIN, Sequences, random_tokens
 from doubles.driver import Driver
 from doubles.tiny_deepseek import tiny_v4, tiny_v41
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCAB = 512
 FAMILIES = {"v4.1": (tiny_v41, EXACT, 256), "v4": (tiny_v4, EXACT._replace(block_size=128), 384)}
 SLOW = settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 Folders = dict[str, Path]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Products this small are done before a second thread has woken up."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

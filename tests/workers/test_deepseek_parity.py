@@ -21,6 +21,8 @@ from doubles.deepseek_probe import Passed, Probe
 from doubles.hf_v4 import HfV4
 from doubles.nemo_v41 import IMAGE_TOKEN, Layer, NemoV41, Trace, random_ids, write_words
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ATOL: Final = 1e-4
 TIE: Final = 2e-6
 """Closer scores than this may come out in another order: some ten roundings of a float32 of size 1."""
@@ -43,15 +45,6 @@ def seeds(most_in_short_runs: int) -> list[Any]:
     return [
         pytest.param(seed, marks=() if seed < most_in_short_runs else pytest.mark.full) for seed in range(NUM_SEEDS)
     ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Small products do not share work: where cores are busy, threads of one wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

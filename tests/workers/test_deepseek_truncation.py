@@ -6,7 +6,7 @@ Rows are counted twice: by the model, and below it at its matrix products (`Prod
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -36,6 +36,8 @@ from doubles.driver import Driver, Row
 from doubles.released_deepseek import v41_flash as released_v41_flash
 from doubles.tiny_deepseek import tiny_v4, tiny_v41
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCAB: Final = 512
 WINDOW: Final = 16
 KEEP: Final = WINDOW + 5 + 1
@@ -63,15 +65,6 @@ class Counted(NamedTuple):
 
     sequences: Sequences
     rows: ProductRows
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Products this small are done before a second thread has woken up."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

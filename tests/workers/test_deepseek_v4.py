@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,18 +23,11 @@ from doubles.deepseek_products import ProductRows
 from doubles.deepseek_sequences import EXACT, Sequences, random_tokens
 from doubles.tiny_deepseek import tiny_v4, tiny_v41
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Made = Callable[..., dict[str, Any]]
 DIM: Final = 128
 VOCAB: Final = 512
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Products this small are done before a second thread has woken up."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def weights_of(config: dict[str, Any], folder: Path) -> DeepseekWeights:

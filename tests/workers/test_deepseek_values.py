@@ -11,7 +11,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 
 from deepinfer_workers.model_runner import ModelRunner
 from deepinfer_workers.models.deepseek.generator import write_model
@@ -20,16 +19,9 @@ from doubles.deepseek_sequences import random_tokens
 from doubles.driver import DEFAULTS, Driver, Row
 from doubles.tiny_deepseek import tiny_v4, tiny_v41
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCAB = 512
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Products this small are done before a second thread has woken up."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

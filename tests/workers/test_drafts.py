@@ -28,6 +28,8 @@ from deepinfer_workers.drafts import DraftState, VerifyRows, draft_slot_bytes
 from deepinfer_workers.sampling_state import SamplingState
 from doubles.waiting import NoWaiting, no_waits
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCAB: Final = 5
 WINDOW: Final = 4
 """Tokens whose joint distribution is looked at."""
@@ -39,14 +41,6 @@ SURE: Final = 6.0
 """Standard deviations beyond which a distribution is another one; and below `FAIR` it may be the same."""
 FAIR: Final = 4.0
 Lengths = Callable[[DraftState, Ints, Ints], Ints]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Tables:

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +28,8 @@ from doubles.experts import by_tiles
 from doubles.released_deepseek import v41_flash
 from doubles.tiny_deepseek import tiny_v41
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks/full_width.py"
 MOST_GIB = 12.0
 DISK_BYTES = 12 << 30
@@ -38,15 +39,6 @@ ABOUT_LAYERS = {
     "num_hidden_layers", "compress_ratios", "kv_source_layer_ids", "index_source_layer_ids",
     "candidate_source_layer_id", "engram_layer_ids", "engram_num_embeddings",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Products this small are done before a second thread has woken up."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
