@@ -73,9 +73,9 @@ WAYS: Final = (
 )
 
 
-def prompts(count: int) -> list[list[dict[str, str]]]:
-    """Chats; the same for the same number."""
-    drawn = random.Random(count)
+def prompts(count: int, seed: int = 0) -> list[list[dict[str, str]]]:
+    """Chats; the same for the same numbers."""
+    drawn = random.Random(1000 * seed + count)
     pairs = [(asked, topic) for asked in ASKED for topic in TOPICS]
     drawn.shuffle(pairs)
     texts = [pairs[index % len(pairs)][0].format(pairs[index % len(pairs)][1]) for index in range(count)]
@@ -96,17 +96,16 @@ class Timed(NamedTuple):
     tokens_per_step: float
 
 
-async def run(engine: Engine, form: str, batch: int, max_tokens: int) -> Timed:
-    """One batch from its first step to its last."""
+async def run(engine: Engine, form: str, batch: int, max_tokens: int, num_rows: int = 1) -> Timed:
+    """Batches, each from its first step to its last, until `num_rows` are answered."""
     before = engine.stats().core.drafts.copy()
-    chats = prompts(batch)
-    begun_s = time.perf_counter()
-    answers = await engine.generate_many(
-        chats, [params(form, index, max_tokens) for index in range(batch)], progress=False, thinking=False
-    )
+    made, begun_s = 0, time.perf_counter()
+    for first in range(0, num_rows, batch):
+        asked = [params(form, first + index, max_tokens) for index in range(batch)]
+        answers = await engine.generate_many(prompts(batch, first), asked, progress=False, thinking=False)
+        made += sum(answer.num_generated_tokens for answer in answers)
     took_s = time.perf_counter() - begun_s
     drafts = engine.stats().core.drafts.since(before)
-    made = sum(answer.num_generated_tokens for answer in answers)
     return Timed(made / took_s, drafts.tokens_per_step or 1.0)
 
 
@@ -122,7 +121,8 @@ async def time_all(arguments: argparse.Namespace) -> None:
                 runs: dict[str, list[Timed]] = {way.name: [] for way in WAYS}
                 for _ in range(arguments.runs):
                     for way, engine in zip(WAYS, engines, strict=True):
-                        runs[way.name].append(await run(engine, form, batch, arguments.tokens))
+                        timed = await run(engine, form, batch, arguments.tokens, arguments.rows)
+                        runs[way.name].append(timed)
                 for line in _lines(batch, form, runs):
                     tell(arguments, line)
 
@@ -257,6 +257,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--batches", type=_numbers, default=[1, 8, 64, 256])
     parser.add_argument("--tokens", type=int, default=48, help="of each answer")
     parser.add_argument("--runs", type=int, default=5, help="of which the median counts")
+    parser.add_argument("--rows", type=int, default=8, help="answered in a run at least, batch after batch")
     parser.add_argument("--prompts", type=int, default=16, help="recorded for the simulator")
     parser.add_argument("--steps", type=int, default=2000, help="simulated")
     parser.add_argument("--costs", default="", help="a file with a cost table; measured if there is none")

@@ -12,6 +12,7 @@ What became of the drafts of earlier steps corrects it. Pure and synchronous. Kn
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from operator import truediv
 from typing import Final, NamedTuple, Protocol
@@ -34,6 +35,10 @@ TRUSTED: Final = 8.0
 """Drafts of a place that must have been foreseen to come, for what came of them to count as much as the guess."""
 REMEMBERED: Final = 512.0
 """Of those at the first place, how many are remembered: what is asked for changes."""
+
+
+_GRAIN: Final = 256
+"""Parts of one that factors are rounded to: finer than survivals are."""
 
 
 class DraftPlan(NamedTuple):
@@ -111,10 +116,9 @@ class ScheduledDrafts:
     def plan(self, survivals: list[bytes], num_rows: int, num_other: int, room: int) -> DraftPlan:
         if not num_rows:
             return DraftPlan(0, self.longest if self._drafts else 0)
-        ranked = sorted(b"".join(survivals), reverse=True)
-        is_known = bool(ranked) and ranked[-1] < CERTAIN
-        if is_known:
-            ranked = sorted(self._correction.correct(survivals), reverse=True)
+        drafts = b"".join(survivals)
+        is_known = min(drafts, default=CERTAIN) < CERTAIN
+        ranked = sorted(self._correction.correct(survivals) if is_known else drafts, reverse=True)
         expected = self._memory.learn(ranked, num_rows) if is_known else self._memory.recall(num_rows)
         draft_us = self._costs.draft_us(num_rows)
         best = _best(expected, draft_us, num_rows + num_other, self._costs, room)
@@ -177,7 +181,6 @@ class _Correction:
     def __init__(self, longest: int) -> None:
         self._predicted = [0.0] * longest
         self._reached = [0.0] * longest
-        self._tables: list[bytes] = []  # by place, from a survival to what it is worth; empty: as it is
 
     def learn(self, predicted: Sequence[float], reached: Sequence[int]) -> None:
         keep = 1 - min(predicted[0] / REMEMBERED, 1.0) if predicted else 1.0
@@ -187,12 +190,11 @@ class _Correction:
         for place, foreseen, came in zip(range(len(self._predicted)), predicted, reached, strict=False):
             self._predicted[place] += foreseen
             self._reached[place] += came
-        self._tables = []
 
     def correct(self, survivals: list[bytes]) -> bytes:
         """All of them, as they are worth, place by place."""
         longest = len(self._predicted)
-        tables = self._tables = self._tables or [_table(factor) for factor in self._factors()]
+        tables = [_table(round(_GRAIN * factor)) for factor in self._factors()]
         whole = b"".join([block for block in survivals if len(block) == longest])
         parts = [whole[place::longest].translate(table) for place, table in enumerate(tables)]
         for block in survivals:
@@ -207,9 +209,11 @@ class _Correction:
             yield factor
 
 
-def _table(factor: float) -> bytes:
-    """Of a survival, what it is worth. One of which nothing is known stays so."""
-    return bytes([min(round(factor * value), CERTAIN) for value in range(CERTAIN)] + [CERTAIN])
+@lru_cache(maxsize=1024)
+def _table(grains: int) -> bytes:
+    """Of a survival, what it is worth; one of which nothing is known stays so. A pure memo: factors change by the step,
+    and to write a table takes longer than all else that a step asks of its budget."""
+    return bytes([min(round(grains / _GRAIN * value), CERTAIN) for value in range(CERTAIN)] + [CERTAIN])
 
 
 class _Memory:

@@ -1,17 +1,3 @@
 """What tests of the workers share."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-import pytest
-import torch
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Small products are done before a second thread has woken up; threads of busy cores wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+from doubles.threads import one_thread as one_thread
