@@ -23,7 +23,6 @@ from deepinfer_protocol import MaskBatch, ProtocolError, Ready, StepPlan, Worker
 from deepinfer_workers.batch import DeviceBatch, Ints
 from deepinfer_workers.capacity import limits_of, memory_faults, state_bytes
 from deepinfer_workers.drafts import DraftState, Verdict, VerifyRows
-from deepinfer_workers.graphed_drafter import GraphedDrafter
 from deepinfer_workers.graphs import GraphLadder, shapes
 from deepinfer_workers.ledger import LedgerEntry, SlotLedger
 from deepinfer_workers.models.model import ModelOptions, Step
@@ -271,6 +270,7 @@ class ModelRunner:
         the kernels of the ways of sampling.
         """
         null_slot, device = self._config.num_slots, self._ops.device
+        self._sampling.prepare()
         for counts in self._model.typical_steps():
             positions = torch.zeros(2, int(counts.sum()), dtype=torch.int64, device=device)
             positions[0] = null_slot
@@ -278,9 +278,8 @@ class ModelRunner:
         lengths = self._model.capture_lengths if self._config.cuda_graphs else ()
         if lengths:
             self._graphs = GraphLadder(shapes(self._limits.ladder, lengths), self._run_flat, null_slot, device)
-        drafter = self._model.drafter
-        if lengths and drafter is not None and drafter.hidden_flat is not None:
-            self._model.drafter = GraphedDrafter(drafter, drafter.hidden_flat, null_slot, device)
+        if self._drafts is not None and self._model.drafter is not None:
+            self._drafts.prepare(self._model.drafter, null_slot, in_graphs=bool(lengths))
         self._clock = QueueClock(device)
 
     def _run_flat(self, positions: Tensor, most_positions: int) -> Tensor:
@@ -356,7 +355,7 @@ class ModelRunner:
             self._model.allocate(self._limits)
             self._slots = SlotState(self._limits, ops.device)
             self._ledger = SlotLedger(self._limits)
-            self._sampling = SamplingState(self._slots.tokens, self._limits.vocab_size)
+            self._sampling = SamplingState(self._slots.tokens, self._limits.vocab_size, ops.draw)
             self._ones = torch.ones(self._limits.num_slots, dtype=torch.int64, device=ops.device)
             self._drafts = self._draft_state()
             if ops.device.type == "cuda":
@@ -386,8 +385,15 @@ class ModelRunner:
         limits = self._limits
         if not limits.longest_draft:
             return None
+        ops = self._ops
         return DraftState(
-            limits.num_slots + 1, limits.longest_draft, limits.vocab_size, self._sampling, self._ops.device
+            limits.num_slots + 1,
+            limits.longest_draft,
+            limits.vocab_size,
+            self._sampling,
+            ops.device,
+            ops.draw,
+            ops.verify,
         )
 
     def _time(self, plan: StepPlan) -> tuple[int, int]:
