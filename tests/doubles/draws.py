@@ -31,13 +31,13 @@ def draw(
 
 def verify(logits: Tensor, rows: DraftedRows) -> tuple[Tensor, Tensor]:
     """A `Verify`."""
-    most = int(rows.counts.max())
+    most = max(int(rows.counts.max()), 1)
     places = torch.arange(most + 1, device=logits.device)
     at = rows.firsts[:, None] + torch.minimum(places, rows.counts[:, None])  # [R, K + 1]
     scores = warm_scores(logits[at.flatten()], rows.temperatures.repeat_interleave(most + 1))
     p = scores.softmax(-1).view(*at.shape, -1)
     log_q = rows.drafts.scores[rows.slots, :most].double() - rows.drafts.log_sums[rows.slots, :most, None]
     moments = (rows.anchors * rows.num_moments)[:, None] + places[:-1]
-    uniform = uniform_noise(rows.accept_seeds.repeat_interleave(most), moments.flatten()).view(-1, most)
+    uniform = uniform_noise(rows.accept_seeds.repeat_interleave(most), moments.flatten()).view(len(rows.slots), most)
     gumbel = gumbel_noise(rows.follow_seeds, rows.anchors, logits.shape[1])
     return reject(p, log_q.exp(), rows.drafts.tokens[rows.slots, :most], rows.counts, uniform, gumbel)

@@ -31,6 +31,7 @@ from deepinfer_workers.models.deepseek.engram_hash import (
     layer_hashes,
     ngrams,
 )
+from deepinfer_workers.models.deepseek.engram_resident import ResidentTable
 from deepinfer_workers.models.deepseek.engram_table import EngramTable
 from deepinfer_workers.runner import WorkerFault
 
@@ -244,6 +245,33 @@ def test_a_table_without_scales_holds_the_values(dtype: torch.dtype) -> None:
     assert torch.equal(
         EngramTable(values, None).fetch(rows).dequantize(), values.float()[torch.from_numpy(rows)].reshape(2, 64)
     )
+
+
+@pytest.mark.parametrize("is_quantized", [True, False])
+def test_a_resident_table_gives_what_a_stored_one_does(case: Case, is_quantized: bool) -> None:
+    """Of every position of sequences with images, unknown ids and their starts."""
+    hash_ = layer_hashes(case.config, case.compressed, case.image_token_id)[0]
+    num_rows = min(int(hash_.primes.sum()), 1000)
+    codes, scales = float8(num_rows, 64), powers_of_two(num_rows, 2)
+    if not is_quantized:
+        codes, scales = torch.randn(num_rows, 64), None
+    table = ResidentTable(hash_, codes, scales, torch.device("cpu"))
+    generator = np.random.default_rng(3)
+    known = generator.integers(0, case.vocab_size, (3, 40))
+    known[1, 5], known[1, 20] = case.image_token_id, case.vocab_size - 1
+    positions = np.concatenate([np.arange(40), np.arange(20), [0]])
+    slots = np.repeat([1, 2, 0], [40, 20, 1])
+    tokens = np.concatenate([ngrams(known[1], 0, 40, 4), ngrams(known[2], 0, 20, 4), ngrams(known[0], 0, 1, 4)])
+    tokens = tokens[:, : case.config.max_ngram]
+    rows = hash_.rows(tokens)
+    assert table.rows(torch.from_numpy(tokens)).tolist() == rows.tolist()
+    if num_rows < 1000:
+        step = SimpleNamespace(
+            tokens=torch.zeros(61),
+            known=torch.from_numpy(known),
+            rows=SimpleNamespace(positions=torch.from_numpy(positions), slots=torch.from_numpy(slots)),
+        )
+        assert torch.equal(table.embeddings(step), EngramTable(codes, scales).fetch(rows).dequantize())
 
 
 def test_no_positions_have_no_rows() -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from deepinfer_kernels import DraftedRows, Drafts, Draw, Verify
 from deepinfer_workers.acceptance import match, reject
 from deepinfer_workers.batch import Ints
+from deepinfer_workers.device_layout import DeviceLayout, best_lengths
 from deepinfer_workers.models.model import Drafter
 from deepinfer_workers.noise import gumbel_noise, uniform_noise
 from deepinfer_workers.plain_drafts import DRAWS, PLACES, PlainDrafts
@@ -155,6 +156,49 @@ class DraftState:
         best = np.argsort(-keys, kind="stable")[: min(budget, int(most.sum()))]
         return np.bincount(best % len(slots), minlength=len(slots)).astype(np.int64)
 
+    @property
+    def are_judged_at_once(self) -> bool:
+        """`judge_on_device` can be asked."""
+        return self._verify is not None
+
+    def layout(self, slots: Ints, most: Ints, budget: int) -> DeviceLayout:
+        """As `lengths`, without waiting for the device. `budget` is at most the sum of `most`."""
+        on_device, most_on_device = to_device(np.stack((slots, most)), self._tokens.device).unbind(0)
+        counts = best_lengths(self._survivals[on_device], most_on_device, budget)
+        return DeviceLayout.of(on_device, counts, len(slots) + budget)
+
+    def tokens_of(self, layout: DeviceLayout, newest: Tensor) -> Tensor:
+        """[P]: those of all positions, of which `newest` [R] are the first of each row."""
+        drafts = self._tokens[layout.slots[layout.owners], layout.offsets - 1]  # of first ones, any
+        return torch.where(layout.offsets > 0, drafts, newest[layout.owners])
+
+    def predicted_of(self, layout: DeviceLayout) -> Tensor:
+        """As `predicted`."""
+        survivals = self._survivals[layout.slots]  # [R, longest]
+        places = torch.arange(self.longest, device=survivals.device)
+        return torch.where(places < layout.counts[:, None], survivals, 0.0).sum(0)
+
+    def judge_on_device(self, logits: Tensor, layout: DeviceLayout, slots: Ints, places: Tensor) -> Verdict:
+        """As `judge`, of `slots` [R] of plain sampling, without asking how many drafts each has. `places` [P]."""
+        assert self._verify is not None
+        tokens = self._sampling.sample_plain(logits, layout.slots[layout.owners], places)
+        drafts = self._tokens[layout.slots]  # [R, longest]
+        num_accepted = match(tokens[layout.padded(self.longest)], drafts, layout.counts)
+        rejecting = np.flatnonzero(self._sampling.rejects(slots))
+        if rejecting.size:
+            some = to_device(rejecting, logits.device)
+            of_slots, counts, firsts = layout.slots[some], layout.counts[some], layout.firsts[some]
+            accepted, last = self._verify(logits, self._drafted(of_slots, counts, firsts, places))
+            num_accepted[some] = torch.where(counts > 0, accepted, 0)
+            # Rows without drafts have a token already. Of others the drafts come first, then what follows them.
+            follows = torch.full_like(layout.counts, -1)
+            follows[some] = torch.where(counts > 0, last, -1)
+            follows = follows[layout.owners]  # [P]
+            told = drafts[layout.owners, layout.offsets.clamp(max=self.longest - 1)]
+            told = torch.where(layout.offsets == num_accepted[layout.owners], follows, told)
+            tokens = torch.where(follows >= 0, told, tokens)
+        return Verdict(num_accepted + 1, tokens)
+
     def survivals(self, slots: Ints) -> Tensor:
         """[R, longest] float32: of the newest drafts, how probable it is that each is reached and accepted."""
         return self._survivals[to_device(slots, self._survivals.device)]
@@ -215,8 +259,12 @@ class DraftState:
         """As `_reject`, in one launch."""
         columns = np.stack((rows.slots[some], rows.counts[some], layout.firsts[some]))
         slots, counts, firsts = to_device(columns, logits.device).unbind(0)
+        return verify(logits, self._drafted(slots, counts, firsts, rows.places))
+
+    def _drafted(self, slots: Tensor, counts: Tensor, firsts: Tensor, places: Tensor) -> DraftedRows:
+        """Of `slots` with `counts` drafts, whose logits begin at `firsts`, [R] each; `places` [P]."""
         temperatures, seeds, _ = self._sampling.plain_columns(slots)
-        drafted = DraftedRows(
+        return DraftedRows(
             self._drafts,
             slots,
             counts,
@@ -224,10 +272,9 @@ class DraftState:
             temperatures,
             accept_seeds=seeds ^ _ACCEPTS,
             follow_seeds=seeds ^ _FOLLOWS,
-            anchors=rows.places.index_select(0, firsts) - 1,
+            anchors=places.index_select(0, firsts) - 1,
             num_moments=PLACES,
         )
-        return verify(logits, drafted)
 
     def _reject(self, logits: Tensor, rows: VerifyRows, layout: _Layout, some: Ints) -> tuple[Tensor, Tensor]:
         """Of the rows `some` [R], by rejection sampling: how many drafts are accepted, and what follows, [R] each."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter_ns
 from typing import NamedTuple, NoReturn
@@ -151,6 +151,8 @@ class ModelRunner:
         self._change_slots(built)
         if not built.batch.slots.size:
             return StepResults.empty()
+        if built.inputs is None and self._can_lay_out(built):
+            return self._compute_on_device(built, timing)
         batch, columns = self._settle(built)
         inputs = _Inputs(*columns[:4])
         of_drafts = None if batch.num_verified is None else _DraftInputs(*columns[4:])
@@ -185,6 +187,52 @@ class ModelRunner:
             num_tokens=None if of_drafts is None else verdict.num_tokens,
             predicted=predicted,
             drafted=self._draft(batch, inputs.sampled, timing),
+        )
+
+    def _can_lay_out(self, built: BuiltStep) -> bool:
+        """The device needs nobody to go on with as many drafts of each row as it finds best."""
+        batch, most = built.batch, built.entry.most_drafts
+        if self._graphs is None or self._drafts is None or not self._drafts.are_judged_at_once or most is None:
+            return False
+        longest = replace(batch, counts=batch.counts + most)
+        return (
+            bool((batch.counts == 1).all())
+            and not self._model.needs_host
+            and self._is_flat(longest)
+            and not batch.is_waiting.any()
+            and bool(self._sampling.are_plain(batch.slots).all())
+            and not self._sampling.has_logprobs(batch.slots)
+            and self._graphs.find(self._limits.padded(len(most) + batch.verify_budget), int(built.entry.ends.max()))
+            is not None
+        )
+
+    def _compute_on_device(self, built: BuiltStep, timing: Timing | None) -> StepResults:
+        """As `_compute`, of a step that the device lays out, so that nothing waits for it."""
+        batch, most = built.batch, built.entry.most_drafts
+        assert self._drafts is not None and most is not None
+        layout = self._drafts.layout(batch.slots, most, batch.verify_budget)
+        num_logits = len(layout.owners)
+        positions = layout.positions(self._limits.padded(num_logits), self._config.num_slots)
+        starts, slots = self._slots.lengths[layout.slots], layout.slots[layout.owners]
+        newest = self._slots.tokens[layout.slots, starts].long()
+        places = starts[layout.owners] + layout.offsets
+        self._slots.write_tokens(slots, places, self._drafts.tokens_of(layout, newest))
+        predicted = self._drafts.predicted_of(layout)
+        spread = replace(batch, counts=batch.counts + most, num_positions=positions.shape[1])
+        hidden = self._forward(spread, positions, int(built.entry.ends.max()), built.prefetched)
+        logits = self._model.logits(hidden[:num_logits])  # [P, V]
+        verdict = self._drafts.judge_on_device(logits, layout, batch.slots, places + 1)
+        self._slots.write_tokens(slots, places + 1, verdict.tokens)
+        self._slots.take_back(layout.slots, layout.counts + 1 - verdict.num_tokens)
+        return StepResults(
+            batch,
+            lengths=self._slots.lengths[layout.slots],
+            tokens=verdict.tokens,
+            is_nan=logits.amax(-1).isnan(),
+            num_tokens=verdict.num_tokens,
+            num_verified=layout.counts,
+            predicted=predicted,
+            drafted=self._draft(batch, layout.slots, timing),
         )
 
     def _settle(self, built: BuiltStep) -> tuple[DeviceBatch, list[Tensor]]:
@@ -242,14 +290,18 @@ class ModelRunner:
 
         Afterwards the lengths are those after the step, if it accepts all drafts.
         """
-        if self._graphs is not None and self._ops.is_flat(batch.counts) and self._model.is_flat(batch):
+        if self._graphs is not None and self._is_flat(batch):
             shape = self._graphs.find(batch.num_positions, longest)
             if shape is not None:
-                self._model.stage(self._step(positions, batch.counts, prefetched))
+                if self._model.needs_host:
+                    self._model.stage(self._step(positions, batch.counts, prefetched))
                 return self._graphs.replay(shape, positions)
         hidden = self._model.forward(self._step(positions, batch.counts, prefetched))
         self._slots.advance(positions[0])
         return hidden
+
+    def _is_flat(self, batch: DeviceBatch) -> bool:
+        return self._ops.is_flat(batch.counts) and self._model.is_flat(batch)
 
     def _prompt_logprobs(self, hidden: Tensor, wanted: PromptPositions) -> Logprobs:
         parts = to_device(wanted.packed, hidden.device).split(ROWS_AT_ONCE)

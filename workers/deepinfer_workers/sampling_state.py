@@ -190,7 +190,7 @@ class SamplingState:
         """Compile what draws plain rows at once, before somebody waits."""
         if self._draw is not None:
             nothing = torch.zeros(1, dtype=torch.int64, device=self._tokens.device)
-            self._draw_plain(self._draw, nothing.new_zeros(1, self._vocab_size, dtype=torch.float32), nothing, nothing)
+            self.sample_plain(nothing.new_zeros(1, self._vocab_size, dtype=torch.float32), nothing, nothing)
 
     def retire(self, slots: Ints) -> None:
         self._num_prompt_logprobs[slots] = -1
@@ -227,7 +227,7 @@ class SamplingState:
         others = np.flatnonzero(features & ~PLAIN)
         if self._draw is None or allowed is not None or len(others) == len(slots):
             return self._sample_by_parts(logits, slots, positions, allowed, num_known)
-        tokens = self._draw_plain(self._draw, logits, to_device(slots, logits.device), positions)
+        tokens = self.sample_plain(logits, to_device(slots, logits.device), positions)
         if others.size:
             [index] = _upload([others], logits.device)
             found = self._sample_by_parts(
@@ -240,9 +240,11 @@ class SamplingState:
             tokens.index_copy_(0, index, found)
         return tokens
 
-    def _draw_plain(self, draw: Draw, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+    def sample_plain(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """As `sample`, of `slots` [R] of plain sampling, by a device that draws them at once."""
+        assert self._draw is not None
         temperatures, seeds, _ = self.plain_columns(slots)
-        tokens, _ = draw(logits, temperatures, seeds, positions)
+        tokens, _ = self._draw(logits, temperatures, seeds, positions)
         return tokens
 
     def _sample_by_parts(
@@ -315,6 +317,10 @@ class SamplingState:
         """[R], on the host: those whose drafts depend on nothing but a temperature."""
         are_plain: npt.NDArray[np.bool_] = (self._features[slots] & ~PLAIN_DRAFTS) == 0
         return are_plain
+
+    def has_logprobs(self, slots: Ints) -> bool:
+        """Whether `logprobs` has something for any of `slots` [R]."""
+        return bool((self._num_logprobs[slots] >= 0).any())
 
     def is_warm(self, slots: Ints) -> npt.NDArray[np.bool_]:
         """[R], on the host: those with a temperature."""

@@ -37,6 +37,7 @@ class Llama:
 
     drafter: Drafter | None = None
     block_multiple = 1
+    needs_host = False
 
     def __init__(
         self, checkpoint: Checkpoint, ops: Ops, options: ModelOptions, report: Callable[[int, int], None]

@@ -152,6 +152,10 @@ class Model(Protocol):
     def is_flat(self, batch: DeviceBatch) -> bool:
         """`forward_flat` computes such a step."""
 
+    @property
+    def needs_host(self) -> bool:
+        """`stage` brings something, and waits until the device knows the tokens of the step."""
+
     def stage(self, step: Step) -> None:
         """Before `forward_flat` of the same step: what the host has to bring of it."""
 

@@ -203,6 +203,10 @@ class Deepseek:
         """Rows that decode, so short that rings have room for them behind a window: shapes follow from their number."""
         return len(batch.sampled) == len(batch.slots) and int(batch.counts.max(initial=0)) <= rollback(self.config)
 
+    @property
+    def needs_host(self) -> bool:
+        return self._engram is not None and not self._engram.are_resident
+
     def stage(self, step: Step) -> None:
         """Before `forward_flat` of the same step, what the host has to bring."""
         if self._engram is not None:
@@ -211,7 +215,7 @@ class Deepseek:
     def forward_flat(self, step: Step, most_positions: int) -> Tensor:
         """As `forward`, of a step that `is_flat`, on the device alone: a CUDA graph can hold it."""
         positions = FlatPositions(step.tokens, step.rows, self._block_size, self._device_floors, most_positions)
-        engram = None if self._engram is None else self._engram.staged(len(positions))
+        engram = None if self._engram is None else self._engram.staged(step)
         streams, kept = self._run(positions, engram, None)
         return self._leave(streams, kept, len(step.tokens))
 
