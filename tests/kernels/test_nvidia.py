@@ -226,8 +226,9 @@ def test_tokens_drawn_at_once(ops: Ops, width: int) -> None:
     generator = np.random.default_rng(width)
     seeds, moments = torch.from_numpy(generator.integers(0, 1 << 63, num_rows)), torch.arange(num_rows) * 1000
     assert ops.draw is not None
-    columns = [tensor.to(ops.device) for tensor in (logits, temperatures, seeds, moments)]
-    found, log_sums = ops.draw(*columns)
+    columns = (logits, temperatures, seeds, moments)
+    on_logits, on_temperatures, on_seeds, on_moments = (column.to(ops.device) for column in columns)
+    found, log_sums = ops.draw(on_logits, on_temperatures, on_seeds, on_moments)
     assert log_sums is None
     wanted, _ = draws.draw(logits, temperatures, seeds, moments)
     numbers = [0, 1, 2, 5, 6, 7]
@@ -239,7 +240,7 @@ def test_tokens_drawn_at_once(ops: Ops, width: int) -> None:
     expected = torch.zeros(11, width)
     on_device = store.to(ops.device)
     kept = Kept(on_device[:, 1], rows.to(ops.device))
-    found, sums = ops.draw(*columns, kept)
+    found, sums = ops.draw(on_logits, on_temperatures, on_seeds, on_moments, kept)
     wanted, wanted_sums = draws.draw(logits, temperatures, seeds, moments, Kept(expected, rows))
     assert sums is not None and wanted_sums is not None
     assert found.cpu()[numbers].tolist() == wanted[numbers].tolist()
@@ -272,17 +273,23 @@ def test_drafts_judged_at_once(ops: Ops, width: int) -> None:
             store.log_sums[slot, place] = scores.double().logsumexp(-1)
             store.tokens[slot, place] = int(torch.multinomial(scores.softmax(-1), 1, generator=generator))
     seeds = torch.randint(0, 1 << 62, (2, num_rows), generator=generator)
-    rows = DraftedRows(
-        store, slots, counts, firsts, temperatures, *seeds, anchors=torch.arange(num_rows) * 7, num_moments=9
-    )
+    accept_seeds, follow_seeds = seeds
+    anchors = torch.arange(num_rows) * 7
+    rows = DraftedRows(store, slots, counts, firsts, temperatures, accept_seeds, follow_seeds, anchors, 9)
     wanted = draws.verify(logits, rows)
-    of_device = [
+    on_device = DraftedRows(
         Drafts(*(tensor.to(ops.device) for tensor in store)),
-        *(column.to(ops.device) for column in rows[1:-1]),
-        rows.num_moments,
-    ]
+        slots.to(ops.device),
+        counts.to(ops.device),
+        firsts.to(ops.device),
+        temperatures.to(ops.device),
+        accept_seeds.to(ops.device),
+        follow_seeds.to(ops.device),
+        anchors.to(ops.device),
+        num_moments=9,
+    )
     assert ops.verify is not None
-    found = ops.verify(logits.to(ops.device), DraftedRows(*of_device))
+    found = ops.verify(logits.to(ops.device), on_device)
     assert found[0].tolist() == wanted[0].tolist()
     assert found[1].tolist() == wanted[1].tolist()
     accepted = wanted[0].tolist()

@@ -147,7 +147,7 @@ def equals(found: StepOutput, wanted: StepOutput) -> None:
 
 def test_a_step_that_the_device_lays_out_says_what_the_hosts_says(drivers: tuple[Driver, ...]) -> None:
     """Rows that match and rows that reject, in one step, whose budget is for some of all drafts."""
-    graphs = drivers[1].runner._graphs
+    graphs: object = drivers[1].runner._graphs
     assert isinstance(graphs, EagerGraphs)
     for driver in drivers:
         for slot, (sampling, length) in enumerate(zip(PLAIN, LENGTHS, strict=True)):

@@ -255,7 +255,7 @@ WRONG: Final[dict[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_the_test_of_the_distribution_can_fail(wrong: str) -> None:
-    params = {"temperature": 1.0}
+    params: dict[str, Any] = {"temperature": 1.0}
     tables = Tables(0)
     with mock.patch.multiple(drafts, **WRONG[wrong]):
         walks = sampled(tables, everything, 4, 2, count=FEWER, rejects=True, **params)

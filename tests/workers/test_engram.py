@@ -19,7 +19,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
-from deepinfer_kernels import select_ops
+from deepinfer_kernels import PackedRows, select_ops
 from deepinfer_workers.batch import Ints
 from deepinfer_workers.models.deepseek import engram_hash
 from deepinfer_workers.models.deepseek.config import EngramConfig
@@ -33,6 +33,7 @@ from deepinfer_workers.models.deepseek.engram_hash import (
 )
 from deepinfer_workers.models.deepseek.engram_resident import ResidentTable
 from deepinfer_workers.models.deepseek.engram_table import EngramTable
+from deepinfer_workers.models.model import Step
 from deepinfer_workers.runner import WorkerFault
 
 RELEASED: Final = EngramConfig((1, 14), (384006168, 384016682), 4, 16_000_000, 8, 256, 2, 99092)
@@ -252,9 +253,8 @@ def test_a_resident_table_gives_what_a_stored_one_does(case: Case, is_quantized:
     """Of every position of sequences with images, unknown ids and their starts."""
     hash_ = layer_hashes(case.config, case.compressed, case.image_token_id)[0]
     num_rows = min(int(hash_.primes.sum()), 1000)
-    codes, scales = float8(num_rows, 64), powers_of_two(num_rows, 2)
-    if not is_quantized:
-        codes, scales = torch.randn(num_rows, 64), None
+    codes = float8(num_rows, 64) if is_quantized else torch.randn(num_rows, 64)
+    scales = powers_of_two(num_rows, 2) if is_quantized else None
     table = ResidentTable(hash_, codes, scales, torch.device("cpu"))
     generator = np.random.default_rng(3)
     known = generator.integers(0, case.vocab_size, (3, 40))
@@ -266,11 +266,10 @@ def test_a_resident_table_gives_what_a_stored_one_does(case: Case, is_quantized:
     rows = hash_.rows(tokens)
     assert table.rows(torch.from_numpy(tokens)).tolist() == rows.tolist()
     if num_rows < 1000:
-        step = SimpleNamespace(
-            tokens=torch.zeros(61),
-            known=torch.from_numpy(known),
-            rows=SimpleNamespace(positions=torch.from_numpy(positions), slots=torch.from_numpy(slots)),
-        )
+        tables = torch.zeros(3, 1, dtype=torch.int32)
+        packed = PackedRows(np.ones(61, np.int64), torch.from_numpy(slots), torch.from_numpy(positions), tables)
+        nothing = torch.zeros(61, dtype=torch.int64)
+        step = Step(nothing, nothing, packed, torch.from_numpy(known), None)
         assert torch.equal(table.embeddings(step), EngramTable(codes, scales).fetch(rows).dequantize())
 
 

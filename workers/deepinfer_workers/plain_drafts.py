@@ -84,6 +84,7 @@ class PlainDrafts:
             moments = torch.where(rejects > 0, anchors * PLACES + place, anchors + 1 + place)
             kept = Kept(self._drafts.scores[:, place], slots)
             previous, log_sums = self._draw(logits, temperatures, seeds, moments, kept)
+            assert log_sums is not None, "kept scores have sums"
             self._drafts.tokens[slots, place] = previous
             self._drafts.log_sums[slots, place] = log_sums
             self._survivals[slots, place] = survival
