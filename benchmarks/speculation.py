@@ -4,8 +4,9 @@
     python benchmarks/speculation.py --json --accelerator nvidia --device    # a GPU: timed runs
 
 On a device every way of drafting has an engine of its own; all are asked in turn, `--runs` times, with the same
-prompts, and a figure is the median of its runs. `ratio` is that of scheduled drafts to the best of all other ways in
-the same run, again the median: what scheduling costs or gains.
+prompts, and a figure is the median of its runs. Timed are the steps in which all sequences of the batch decode.
+`ratio` is that of scheduled drafts to the best of all other ways in the same run, again the median: what scheduling
+costs or gains.
 
 Without `--device` nothing is timed but steps by themselves: the worker's cost table, and blocks recorded from one run
 that verifies everything; a simulator puts both together with the engine's own policies. `match` are requests with a
@@ -19,7 +20,6 @@ import asyncio
 import json
 import platform
 import random
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from statistics import median
@@ -36,6 +36,7 @@ from deepinfer_protocol import split_columns, unpack_int32
 LONGEST: Final = 5
 FORMS: Final = ("match", "reject")
 TEMPERATURE: Final = 0.7
+WARM_UP_TOKENS: Final = 24
 TOPICS: Final = (
     "the sea",
     "a lost dog",
@@ -96,33 +97,82 @@ class Timed(NamedTuple):
     tokens_per_step: float
 
 
-async def run(engine: Engine, form: str, batch: int, max_tokens: int, num_rows: int = 1) -> Timed:
-    """Batches, each from its first step to its last, until `num_rows` are answered."""
-    before = engine.stats().core.drafts.copy()
-    made, begun_s = 0, time.perf_counter()
-    for first in range(0, num_rows, batch):
-        asked = [params(form, first + index, max_tokens) for index in range(batch)]
-        answers = await engine.generate_many(prompts(batch, first), asked, progress=False, thinking=False)
-        made += sum(answer.num_generated_tokens for answer in answers)
-    took_s = time.perf_counter() - begun_s
-    drafts = engine.stats().core.drafts.since(before)
-    return Timed(made / took_s, drafts.tokens_per_step or 1.0)
+class FullSteps:
+    """An `Observer` that times the steps which say something for every sequence of a batch, until one has ended.
+
+    So neither prompts are in the time nor what is left of a batch when its first answers have ended.
+    """
+
+    def __init__(self) -> None:
+        self.begin(0)
+
+    def begin(self, batch: int) -> None:
+        """Of so many sequences. What was counted before is forgotten."""
+        self._batch = batch
+        self._num_steps = self._num_tokens = 0
+        self._took_s = 0.0
+        self.begin_batch()
+
+    def begin_batch(self) -> None:
+        """The next one of the same size."""
+        self._last_s: float | None = None
+        self._has_ended = False
+
+    def step_done(self, report: StepReport) -> None:
+        counts = [count for result in report.results for count in split_columns(result.rows, 4)[3]]
+        if self._has_ended or len(counts) != self._batch or not all(counts):
+            self._last_s = None
+            return
+        if self._last_s is not None:
+            self._num_steps += 1
+            self._num_tokens += sum(counts)
+            self._took_s += report.received_s - self._last_s
+        self._last_s = report.received_s
+
+    def request_done(self, request: Request, reason: str, now_s: float) -> None:
+        self._has_ended = True
+
+    def request_refused(self, code: str) -> None:
+        """`generate_many` raises it."""
+
+    def timed(self) -> Timed:
+        return Timed(self._num_tokens / self._took_s, self._num_tokens / self._num_steps / self._batch)
+
+
+class Timing(NamedTuple):
+    """An engine that drafts in one way, and what watches it."""
+
+    engine: Engine
+    steps: FullSteps
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace, way: Way) -> Timing:
+        steps = FullSteps()
+        return cls(Engine(arguments.model, observers=[steps], **settings(arguments), **way.settings), steps)
+
+    async def run(self, form: str, batch: int, max_tokens: int, num_rows: int = 1) -> Timed:
+        """Batches, one after another, until `num_rows` are answered."""
+        self.steps.begin(batch)
+        for first in range(0, num_rows, batch):
+            self.steps.begin_batch()
+            asked = [params(form, first + index, max_tokens) for index in range(batch)]
+            await self.engine.generate_many(prompts(batch, first), asked, progress=False, thinking=False)
+        return self.steps.timed()
 
 
 async def time_all(arguments: argparse.Namespace) -> None:
     async with AsyncExitStack() as stack:
-        engines = [Engine(arguments.model, **settings(arguments), **way.settings) for way in WAYS]
-        await asyncio.gather(*(stack.enter_async_context(engine) for engine in engines[:-1]))
-        await stack.enter_async_context(engines[-1])  # which measures what steps cost: alone
+        timings = [Timing.of(arguments, way) for way in WAYS]
+        await asyncio.gather(*(stack.enter_async_context(timing.engine) for timing in timings[:-1]))
+        await stack.enter_async_context(timings[-1].engine)  # which measures what steps cost: alone
         for batch in arguments.batches:
             for form in FORMS:
-                for engine in engines:  # what only a first step of a size costs
-                    await run(engine, form, batch, 8)
+                for timing in timings:  # what only a first step of a size costs
+                    await timing.run(form, batch, WARM_UP_TOKENS)
                 runs: dict[str, list[Timed]] = {way.name: [] for way in WAYS}
                 for _ in range(arguments.runs):
-                    for way, engine in zip(WAYS, engines, strict=True):
-                        timed = await run(engine, form, batch, arguments.tokens, arguments.rows)
-                        runs[way.name].append(timed)
+                    for way, timing in zip(WAYS, timings, strict=True):
+                        runs[way.name].append(await timing.run(form, batch, arguments.tokens, arguments.rows))
                 for line in _lines(batch, form, runs):
                     tell(arguments, line)
 

@@ -2,6 +2,7 @@
 
 from deepinfer_kernels.attention import PackedRows
 from deepinfer_kernels.codes import FormatError
+from deepinfer_kernels.draws import DraftedRows, Drafts, Draw, Kept, Verify
 from deepinfer_kernels.expert_tiles import ExpertTiles, expert_tiles
 from deepinfer_kernels.linear import LinearWeight
 from deepinfer_kernels.native import KEY_LANES
@@ -38,12 +39,17 @@ from deepinfer_kernels.weight_formats import (
 
 __all__ = [
     "KEY_LANES",
+    "DraftedRows",
+    "Drafts",
+    "Draw",
     "ExpertTiles",
     "FormatError",
+    "Kept",
     "LinearWeight",
     "Ops",
     "PackedRows",
     "UnknownAccelerator",
+    "Verify",
     "dequantize_fp4",
     "dequantize_fp8_blocks",
     "dequantize_fp8_rows",

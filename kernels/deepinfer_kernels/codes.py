@@ -114,20 +114,14 @@ def pack_fp4(x: Tensor) -> Tensor:
 
 def unpack_fp4(packed: Tensor) -> Tensor:
     """E2M1 pairs `packed` [..., K / 2] uint8, the even columns in the low halves: [..., K] float32."""
-    table = _host_fp4_pairs() if packed.is_cpu else _fp4_pairs(packed.device)
-    pairs = torch.view_as_complex(table)  # one word a pair, so that a look-up moves both
+    pairs = torch.view_as_complex(_fp4_pairs(packed.device))  # one word a pair, so that a look-up moves both
     values = pairs.index_select(0, packed.int().flatten())  # [..] complex64
     return torch.view_as_real(values).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
-@lru_cache(maxsize=1)
-def _host_fp4_pairs() -> Tensor:
-    """A pure memo."""
-    return _fp4_pairs(torch.device("cpu"))
-
-
+@lru_cache(maxsize=16)
 def _fp4_pairs(device: torch.device) -> Tensor:
-    """What every byte holds: [256, 2] float32. Made on the device, since a copy to it would wait."""
+    """What every byte holds: [256, 2] float32. A pure memo, made on the device, since a copy to it would wait."""
     codes = torch.arange(16, device=device)
     steps = codes & 7
     magnitude = torch.where(steps < 4, steps / 2, torch.where(steps < 6, steps - 2, steps * 2 - 8))

@@ -20,6 +20,7 @@ from torch import Tensor
 from deepinfer_kernels import triton_kernels as device
 from deepinfer_kernels.attention import Ints, PackedRows
 from deepinfer_kernels.codes import FP8_MAX
+from deepinfer_kernels.draws import DraftedRows, Kept
 from deepinfer_kernels.expert_tiles import TILE_PAIRS, ExpertTiles
 from deepinfer_kernels.linear import LinearWeight
 from deepinfer_kernels.row_formats import MIN_FP8_AMAX
@@ -239,6 +240,39 @@ def expert_linear(x: Tensor, weight: Tensor, tiles: ExpertTiles) -> Tensor:
             INNER=EXPERT_INNER, PRECISION="ieee",
         )  # fmt: skip
     return out
+
+
+def draw(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, moments: Tensor, kept: Kept | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """As `Draw` says. Nothing of [R, V] is made."""
+    num_rows, width = logits.shape
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    log_sums = None if kept is None else torch.empty(num_rows, dtype=torch.float64, device=logits.device)
+    if num_rows:
+        scores, block = logits if kept is None else kept.scores, min(MAX_BLOCK, triton.next_power_of_2(width))
+        device.draw_kernel[(num_rows,)](
+            logits.contiguous(), temperatures, seeds, moments, tokens, scores,
+            seeds if kept is None else kept.rows, temperatures if log_sums is None else log_sums,
+            scores.stride(0),
+            KEEP=kept is not None, WIDTH=width, BLOCK=block, num_warps=_num_warps(block),
+        )  # fmt: skip
+    return tokens, log_sums
+
+
+def verify(logits: Tensor, rows: DraftedRows) -> tuple[Tensor, Tensor]:
+    """As `Verify` says. Nothing of [P, V] is made."""
+    num_rows, width = len(rows.firsts), logits.shape[1]
+    num_accepted, followers = torch.empty(2, num_rows, dtype=torch.int64, device=logits.device).unbind(0)
+    if num_rows:
+        drafts, block = rows.drafts, min(MAX_BLOCK, triton.next_power_of_2(width))
+        device.verify_kernel[(num_rows,)](
+            logits.contiguous(), rows.firsts, rows.counts, rows.temperatures, rows.accept_seeds, rows.follow_seeds,
+            rows.anchors, drafts.tokens, drafts.scores, drafts.log_sums, rows.slots, num_accepted, followers,
+            drafts.tokens.shape[1],
+            MOMENTS=rows.num_moments, WIDTH=width, BLOCK=block, num_warps=_num_warps(block),
+        )  # fmt: skip
+    return num_accepted, followers
 
 
 def _attend(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deepinfer_kernels import attention, half, reference
 from deepinfer_kernels.attention import Ints, PackedRows
+from deepinfer_kernels.draws import Draw, Verify
 from deepinfer_kernels.expert_tiles import ExpertTiles
 from deepinfer_kernels.linear import TILE_ROWS, LinearWeight, linear, pack_linear
 from deepinfer_kernels.native import CACHE_DTYPE, NativeOps, NotNative
@@ -76,6 +77,9 @@ class Ops:
     expand_streams: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     expert_linear: ExpertLinear | None
     """Products of many rows with a weight each. `None`: nothing is gained over one expert after the other."""
+    draw: Draw | None
+    verify: Verify | None
+    """Tokens of many rows in one launch. `None`: nothing is gained over a few operations on some rows after others."""
     plan_attention: PlanAttention
     """The plan is opaque: it goes to `paged_attention` of the same table."""
     paged_attention: Callable[[Tensor, Tensor, Tensor, Any], Tensor]
@@ -130,6 +134,8 @@ def _cpu_ops(batch_invariant: bool) -> Ops:
         stream_mixes=reference.stream_mixes,
         expand_streams=reference.expand_streams,
         expert_linear=None,
+        draw=None,
+        verify=None,
         plan_attention=attention.plan_attention,
         paged_attention=attention.paged_attention,
         is_flat=lambda counts: False,
@@ -220,6 +226,8 @@ def _nvidia_ops(arithmetic: str, rank: int) -> Ops:
         stream_mixes=nvidia.stream_mixes,
         expand_streams=nvidia.expand_streams,
         expert_linear=nvidia.expert_linear,
+        draw=nvidia.draw,
+        verify=nvidia.verify,
         plan_attention=nvidia.plan_attention,
         paged_attention=nvidia.paged_attention,
         is_flat=nvidia.is_flat,

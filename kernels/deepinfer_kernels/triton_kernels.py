@@ -304,3 +304,154 @@ def expert_linear_kernel(
             total += tl.dot(rows, columns, input_precision=PRECISION)
         target = out + pair[:, None] * width_out + column[None, :]
         tl.store(target, total, mask=is_pair[:, None] & is_column[None, :])
+
+
+@triton.jit
+def _mixed(x):
+    """The finaliser of SplitMix64, of int64 that wraps."""
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+@triton.jit
+def _noise_key(seed, position):
+    gamma = -7046029254386353131
+    return _mixed(_mixed(seed + gamma) + (position + 1) * gamma)
+
+
+@triton.jit
+def _uniform(key, tokens):
+    """Strictly between 0 and 1, float64; as `noise` of the workers has it."""
+    bits = _mixed(key + (tokens.to(tl.int64) + 1) * -7046029254386353131)
+    uniform = (((bits >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) + 0.5) * 1.1102230246251565e-16
+    # The largest value rounds to 1. A number in Python would be taken for a float32.
+    return tl.minimum(uniform, tl.full((), 0.9999999999999999, tl.float64))
+
+
+@triton.jit
+def _gumbel(key, tokens):
+    return -tl.log(-tl.log(_uniform(key, tokens)))
+
+
+@triton.jit
+def _better(values, tokens, best, chosen):
+    """The best of all so far, the lowest token among equals: its value and the token."""
+    peak = tl.max(values, 0)
+    token = tl.min(tl.where(values == peak, tokens, 0x7FFFFFFF), 0)
+    is_better = peak > best
+    return tl.where(is_better, peak, best), tl.where(is_better, token, chosen)
+
+
+@triton.jit
+def _peak(logits, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest of a row and its token."""
+    best, chosen = float("-inf"), 0
+    for start in range(0, WIDTH, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        values = tl.load(logits + at, mask=at < WIDTH, other=float("-inf")).to(tl.float32)
+        best, chosen = _better(values, at, best, chosen)
+    return best, chosen
+
+
+@triton.jit
+def _score(logits, at, peak, temperature, WIDTH: tl.constexpr):
+    """The peak's is 0, float64."""
+    values = tl.load(logits + at, mask=at < WIDTH, other=float("-inf")).to(tl.float32)
+    return tl.where(values == peak, 0.0, (values.to(tl.float64) - peak) / temperature)
+
+
+@triton.jit
+def _log_sum(logits, peak, temperature, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Of the exponentials of a row's scores, float64."""
+    total = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, WIDTH, BLOCK):
+        total += tl.exp(_score(logits, start + tl.arange(0, BLOCK), peak, temperature, WIDTH))
+    return tl.log(tl.sum(total, 0))
+
+
+@triton.jit(do_not_specialize_on_alignment=["seeds", "moments", "kept", "kept_rows"])
+def draw_kernel(
+    logits, temperatures, seeds, moments, tokens, kept, kept_rows, log_sums, kept_stride,
+    KEEP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row: the largest logit, or of logit / temperature + Gumbel noise.
+
+    With `KEEP` the scores are rounded to float32 and kept, so that they are exactly what was drawn from.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * WIDTH
+    peak, chosen = _peak(logits, WIDTH, BLOCK)
+    temperature = tl.load(temperatures + row)
+    log_sum = tl.zeros((), tl.float64)
+    if temperature > 0:
+        key = _noise_key(tl.load(seeds + row), tl.load(moments + row))
+        if KEEP:
+            kept += tl.load(kept_rows + row) * kept_stride
+        best = tl.full((), float("-inf"), tl.float64)
+        total = tl.zeros((BLOCK,), tl.float64)
+        for start in range(0, WIDTH, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            score = _score(logits, at, peak, temperature, WIDTH)
+            if KEEP:
+                rounded = score.to(tl.float32)
+                tl.store(kept + at, rounded, mask=at < WIDTH)
+                score = rounded.to(tl.float64)
+                total += tl.exp(score)
+            best, chosen = _better(score + _gumbel(key, at), at, best, chosen)
+        if KEEP:
+            log_sum = tl.log(tl.sum(total, 0))
+    tl.store(tokens + row, chosen.to(tl.int64))
+    if KEEP:
+        tl.store(log_sums + row, log_sum)
+
+
+@triton.jit(do_not_specialize_on_alignment=["firsts", "counts", "slots", "num_accepted", "followers"])
+def verify_kernel(
+    logits, firsts, counts, temperatures, accept_seeds, follow_seeds, anchors, drafts, kept, kept_sums, slots,
+    num_accepted, followers, num_places, MOMENTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row: how many of its drafts rejection sampling accepts, and the token behind them."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += tl.load(firsts + row) * WIDTH
+    count, temperature = tl.load(counts + row), tl.load(temperatures + row)
+    anchor, block = tl.load(anchors + row), tl.load(slots + row) * num_places
+    accept_seed = tl.load(accept_seeds + row)
+    place = tl.zeros((), tl.int64)
+    peak, _ = _peak(logits, WIDTH, BLOCK)
+    log_sum = _log_sum(logits, peak, temperature, WIDTH, BLOCK)
+    is_accepted = place < count
+    while is_accepted:
+        draft = tl.load(drafts + block + place)
+        value = tl.load(logits + draft).to(tl.float32)
+        p = tl.exp(tl.where(value == peak, 0.0, (value.to(tl.float64) - peak) / temperature) - log_sum)
+        q = tl.exp(tl.load(kept + (block + place) * WIDTH + draft).to(tl.float64) - tl.load(kept_sums + block + place))
+        uniform = _uniform(_noise_key(accept_seed, anchor * MOMENTS + place), place * 0)
+        is_accepted = uniform * q < p
+        if is_accepted:
+            place += 1
+            logits += WIDTH
+            peak, _ = _peak(logits, WIDTH, BLOCK)
+            log_sum = _log_sum(logits, peak, temperature, WIDTH, BLOCK)
+            is_accepted = place < count
+
+    key = _noise_key(tl.load(follow_seeds + row), anchor)
+    is_rejected = place < count
+    behind = block + tl.where(is_rejected, place, 0)
+    drawn_from, drawn_sum = kept + behind * WIDTH, tl.load(kept_sums + behind)
+    best = tl.full((), float("-inf"), tl.float64)
+    best_rest = tl.full((), float("-inf"), tl.float64)
+    chosen, of_rest = 0, 0
+    for start in range(0, WIDTH, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        gumbel = _gumbel(key, at)
+        log_p = _score(logits, at, peak, temperature, WIDTH) - log_sum
+        best, chosen = _better(log_p + gumbel, at, best, chosen)
+        if is_rejected:
+            log_q = tl.load(drawn_from + at, mask=at < WIDTH, other=float("-inf")).to(tl.float64) - drawn_sum
+            rest = tl.log(tl.maximum(tl.exp(log_p) - tl.exp(log_q), 0.0))
+            best_rest, of_rest = _better(rest + gumbel, at, best_rest, of_rest)
+    # Rounding may leave nothing of a rest that was hardly there.
+    chosen = tl.where(best_rest > float("-inf"), of_rest, chosen)
+    tl.store(num_accepted + row, place)
+    tl.store(followers + row, chosen.to(tl.int64))

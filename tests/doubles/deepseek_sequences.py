@@ -122,8 +122,11 @@ class Sequences:
         self.known[slot, first : first + len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
 
     @torch.inference_mode()
-    def run(self, *pieces: tuple[int, int]) -> list[Tensor]:
-        """One step of the next `count` positions of each (slot, count): logits [count, V] of each."""
+    def run(self, *pieces: tuple[int, int], most_positions: int = 0) -> list[Tensor]:
+        """One step of the next `count` positions of each (slot, count): logits [count, V] of each.
+
+        With `most_positions` as a CUDA graph holds it, for sequences up to as many.
+        """
         slots, counts = (np.array(column, np.int64) for column in zip(*pieces, strict=True))
         starts = np.array([self.lengths[slot] for slot in slots.tolist()], np.int64)
         row_of = np.repeat(np.arange(len(counts)), counts)
@@ -148,7 +151,11 @@ class Sequences:
             self.known,
             prefetched,
         )
-        hidden = self.model.forward(step)[: len(row_of)]
+        if most_positions:
+            self.model.stage(step)
+            hidden = self.model.forward_flat(step, most_positions)[: len(row_of)]
+        else:
+            hidden = self.model.forward(step)[: len(row_of)]
         for slot, count in pieces:
             self.lengths[slot] += count
         return list(self.model.logits(hidden).cpu().split(counts.tolist()))

@@ -19,6 +19,8 @@ from deepinfer_workers.models.registry import load_model
 class ScriptedDrafter:
     """Guesses the `scripts` of slots, and with a probability of `error_rate` another token; so it does without one."""
 
+    hidden_flat = None
+
     def __init__(self, block_size: int, vocab_size: int, error_rate: float) -> None:
         self.block_size = block_size
         self.scripts: dict[int, Sequence[int]] = {}

@@ -10,7 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepinfer_kernels import Ops, PackedRows, expert_tiles, fake_quantize_activation, reference, select_ops
+from deepinfer_kernels import (
+    DraftedRows,
+    Drafts,
+    Kept,
+    Ops,
+    PackedRows,
+    expert_tiles,
+    fake_quantize_activation,
+    reference,
+    select_ops,
+)
+from doubles import draws
 from doubles.experts import by_expert
 from doubles.paged import Paged, rand
 
@@ -47,6 +58,8 @@ def ops(request: pytest.FixtureRequest) -> Ops:
         stream_mixes=nvidia.stream_mixes,
         expand_streams=nvidia.expand_streams,
         expert_linear=nvidia.expert_linear,
+        draw=nvidia.draw,
+        verify=nvidia.verify,
     )
 
 
@@ -197,3 +210,87 @@ def test_expert_linear(ops: Ops, num_positions: int, k: int, num_experts: int) -
         assert ops.expert_linear is not None
         found = ops.expert_linear(apart(x.to(ops.device)), weight.to(ops.device), tiles)
         near(ops, found, by_expert(x.float(), weight.float(), experts.flatten()))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # an interpreter has opinions on infinities
+@pytest.mark.parametrize("width", [3, 512, 5000])
+def test_tokens_drawn_at_once(ops: Ops, width: int) -> None:
+    """Greedy, warm and nearly cold rows; with equal logits, banned tokens and what is no number."""
+    num_rows = 8
+    logits = rand(num_rows, width, seed=3) * 4
+    logits[1] = 0.0
+    logits[2, ::2] = -torch.inf
+    logits[3, width // 2] = torch.inf
+    logits[4, :] = -torch.inf
+    temperatures = torch.tensor([0.0, 0.0, 1.0, 0.7, 0.7, 1e-300, 1.3, 0.2], dtype=torch.float64)
+    generator = np.random.default_rng(width)
+    seeds, moments = torch.from_numpy(generator.integers(0, 1 << 63, num_rows)), torch.arange(num_rows) * 1000
+    assert ops.draw is not None
+    columns = (logits, temperatures, seeds, moments)
+    on_logits, on_temperatures, on_seeds, on_moments = (column.to(ops.device) for column in columns)
+    found, log_sums = ops.draw(on_logits, on_temperatures, on_seeds, on_moments)
+    assert log_sums is None
+    wanted, _ = draws.draw(logits, temperatures, seeds, moments)
+    numbers = [0, 1, 2, 5, 6, 7]
+    assert found.cpu()[numbers].tolist() == wanted[numbers].tolist()
+    assert found[3] == width // 2 and 0 <= int(found[4]) < width
+
+    store = torch.zeros(11, 2, width)
+    rows = torch.tensor([10, 2, 3, 4, 5, 6, 7, 8])
+    expected = torch.zeros(11, width)
+    on_device = store.to(ops.device)
+    kept = Kept(on_device[:, 1], rows.to(ops.device))
+    found, sums = ops.draw(on_logits, on_temperatures, on_seeds, on_moments, kept)
+    wanted, wanted_sums = draws.draw(logits, temperatures, seeds, moments, Kept(expected, rows))
+    assert sums is not None and wanted_sums is not None
+    assert found.cpu()[numbers].tolist() == wanted[numbers].tolist()
+    torch.testing.assert_close(sums.cpu()[numbers], wanted_sums[numbers])
+    torch.testing.assert_close(on_device[rows[numbers], 1].cpu(), expected[rows[numbers]])
+    assert not on_device[:, 0].any() and not on_device[[0, 1, 2, 9, 10]].any(), "greedy rows keep nothing"
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # an interpreter has opinions on infinities
+@pytest.mark.parametrize("width", [3, 512, 5000])
+def test_drafts_judged_at_once(ops: Ops, width: int) -> None:
+    """Near and far from the target; rows with few drafts and none, in an order of their own."""
+    num_rows, longest = 24, 5
+    generator = torch.Generator().manual_seed(width)
+    counts = torch.arange(num_rows) % (longest + 1)
+    firsts = (counts + 1).cumsum(0) - counts - 1
+    logits = torch.randn(int((counts + 1).sum()), width, generator=generator) * 2
+    temperatures = torch.linspace(0.3, 1.5, num_rows, dtype=torch.float64)
+    slots = torch.randperm(num_rows + 1, generator=generator)[:num_rows]
+    store = Drafts(
+        torch.zeros(num_rows + 1, longest, dtype=torch.int64),
+        torch.zeros(num_rows + 1, longest, width),
+        torch.zeros(num_rows + 1, longest, dtype=torch.float64),
+    )
+    for row, slot in enumerate(slots.tolist()):
+        for place in range(int(counts[row])):
+            far = torch.randn(width, generator=generator) * (0.0, 0.5, 3.0)[row % 3]
+            scores = ((logits[firsts[row] + place].double() / temperatures[row]) + far).float()
+            store.scores[slot, place] = scores
+            store.log_sums[slot, place] = scores.double().logsumexp(-1)
+            store.tokens[slot, place] = int(torch.multinomial(scores.softmax(-1), 1, generator=generator))
+    seeds = torch.randint(0, 1 << 62, (2, num_rows), generator=generator)
+    accept_seeds, follow_seeds = seeds
+    anchors = torch.arange(num_rows) * 7
+    rows = DraftedRows(store, slots, counts, firsts, temperatures, accept_seeds, follow_seeds, anchors, 9)
+    wanted = draws.verify(logits, rows)
+    on_device = DraftedRows(
+        Drafts(*(tensor.to(ops.device) for tensor in store)),
+        slots.to(ops.device),
+        counts.to(ops.device),
+        firsts.to(ops.device),
+        temperatures.to(ops.device),
+        accept_seeds.to(ops.device),
+        follow_seeds.to(ops.device),
+        anchors.to(ops.device),
+        num_moments=9,
+    )
+    assert ops.verify is not None
+    found = ops.verify(logits.to(ops.device), on_device)
+    assert found[0].tolist() == wanted[0].tolist()
+    assert found[1].tolist() == wanted[1].tolist()
+    accepted = wanted[0].tolist()
+    assert any(0 < taken < count for taken, count in zip(accepted, counts.tolist(), strict=True))

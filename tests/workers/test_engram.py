@@ -19,7 +19,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
-from deepinfer_kernels import select_ops
+from deepinfer_kernels import PackedRows, select_ops
 from deepinfer_workers.batch import Ints
 from deepinfer_workers.models.deepseek import engram_hash
 from deepinfer_workers.models.deepseek.config import EngramConfig
@@ -31,7 +31,9 @@ from deepinfer_workers.models.deepseek.engram_hash import (
     layer_hashes,
     ngrams,
 )
+from deepinfer_workers.models.deepseek.engram_resident import ResidentTable
 from deepinfer_workers.models.deepseek.engram_table import EngramTable
+from deepinfer_workers.models.model import Step
 from deepinfer_workers.runner import WorkerFault
 
 RELEASED: Final = EngramConfig((1, 14), (384006168, 384016682), 4, 16_000_000, 8, 256, 2, 99092)
@@ -244,6 +246,31 @@ def test_a_table_without_scales_holds_the_values(dtype: torch.dtype) -> None:
     assert torch.equal(
         EngramTable(values, None).fetch(rows).dequantize(), values.float()[torch.from_numpy(rows)].reshape(2, 64)
     )
+
+
+@pytest.mark.parametrize("is_quantized", [True, False])
+def test_a_resident_table_gives_what_a_stored_one_does(case: Case, is_quantized: bool) -> None:
+    """Of every position of sequences with images, unknown ids and their starts."""
+    hash_ = layer_hashes(case.config, case.compressed, case.image_token_id)[0]
+    num_rows = min(int(hash_.primes.sum()), 1000)
+    codes = float8(num_rows, 64) if is_quantized else torch.randn(num_rows, 64)
+    scales = powers_of_two(num_rows, 2) if is_quantized else None
+    table = ResidentTable(hash_, codes, scales, torch.device("cpu"))
+    generator = np.random.default_rng(3)
+    known = generator.integers(0, case.vocab_size, (3, 40))
+    known[1, 5], known[1, 20] = case.image_token_id, case.vocab_size - 1
+    positions = np.concatenate([np.arange(40), np.arange(20), [0]])
+    slots = np.repeat([1, 2, 0], [40, 20, 1])
+    tokens = np.concatenate([ngrams(known[1], 0, 40, 4), ngrams(known[2], 0, 20, 4), ngrams(known[0], 0, 1, 4)])
+    tokens = tokens[:, : case.config.max_ngram]
+    rows = hash_.rows(tokens)
+    assert table.rows(torch.from_numpy(tokens)).tolist() == rows.tolist()
+    if num_rows < 1000:
+        tables = torch.zeros(3, 1, dtype=torch.int32)
+        packed = PackedRows(np.ones(61, np.int64), torch.from_numpy(slots), torch.from_numpy(positions), tables)
+        nothing = torch.zeros(61, dtype=torch.int64)
+        step = Step(nothing, nothing, packed, torch.from_numpy(known), None)
+        assert torch.equal(table.embeddings(step), EngramTable(codes, scales).fetch(rows).dequantize())
 
 
 def test_no_positions_have_no_rows() -> None:

@@ -46,7 +46,8 @@ def memory_faults(config: WorkerConfig) -> Iterator[None]:
 def limits_of(config: WorkerConfig, model: Model, ops: Ops) -> Limits:
     """What plans may name: as configured, or as many blocks as fit beside the weights. Raises `WorkerFault`."""
     # Without graphs sizes are the same: so are the kernels, and so are the bits.
-    most = min(max(config.num_slots, MIN_LADDER), config.max_batch_positions)
+    longest_draft = _longest_draft(config, model)
+    most = min(max(config.num_slots * (1 + longest_draft), MIN_LADDER), config.max_batch_positions)
     block_size = config.block_size or block_size_of(model.block_multiple)
     limits = Limits(
         num_slots=config.num_slots,
@@ -57,7 +58,7 @@ def limits_of(config: WorkerConfig, model: Model, ops: Ops) -> Limits:
         max_batch_positions=config.max_batch_positions,
         ladder=ladder(most) if ops.device.type == "cuda" else (),
         row_multiple=ops.row_multiple,
-        longest_draft=_longest_draft(config, model),
+        longest_draft=longest_draft,
     )
     return limits._replace(num_blocks=limits.num_blocks or _num_blocks(config, model, ops, limits))
 

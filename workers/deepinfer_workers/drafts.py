@@ -17,11 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepinfer_protocol.limits import MAX_DRAFTS
+from deepinfer_kernels import DraftedRows, Drafts, Draw, Verify
 from deepinfer_workers.acceptance import match, reject
 from deepinfer_workers.batch import Ints
+from deepinfer_workers.device_layout import DeviceLayout, best_lengths
 from deepinfer_workers.models.model import Drafter
 from deepinfer_workers.noise import gumbel_noise, uniform_noise
+from deepinfer_workers.plain_drafts import DRAWS, PLACES, PlainDrafts
 from deepinfer_workers.sampler import ROWS_AT_ONCE, choose
 from deepinfer_workers.sampling_state import SamplingState
 from deepinfer_workers.upload import to_device
@@ -49,38 +51,72 @@ class Verdict(NamedTuple):
     """[P] int64: of each row the accepted drafts, then the token behind them; what follows means nothing."""
 
 
-_DRAWS: Final = 0x2545F4914F6CDD1D
 _ACCEPTS: Final = 0x369DEA0F31A53F85
 _FOLLOWS: Final = 0x27BB2EE687B0B0FD
-"""What noise is for. Mixed into seeds of 63 bits."""
-_PLACES: Final = MAX_DRAFTS
-"""Places of a block that noise tells apart."""
+"""What noise is for, beside `DRAWS`. Mixed into seeds of 63 bits."""
 _ROWS_AT_ONCE: Final = 16
 """Rows that are judged together by rejection: several times [rows, K + 1, V] float64."""
 
 
 def draft_slot_bytes(longest: int, vocab_size: int) -> int:
     """On the device, for one slot."""
-    return longest * (8 + 4 + 4 * vocab_size)
+    return longest * (8 + 4 + 8 + 4 * vocab_size)
 
 
 class DraftState:
     """Drafts, their survivals and what they were drawn from, by slot."""
 
     def __init__(
-        self, num_slots_with_null: int, longest: int, vocab_size: int, sampling: SamplingState, device: torch.device
+        self,
+        num_slots_with_null: int,
+        longest: int,
+        vocab_size: int,
+        sampling: SamplingState,
+        device: torch.device,
+        draw: Draw | None = None,
+        verify: Verify | None = None,
     ) -> None:
+        """`draw`, `verify`: how the device draws and judges rows of plain sampling at once, if it can."""
         self.longest = longest
         self._sampling = sampling
+        self._verify = verify
         self._tokens = torch.zeros(num_slots_with_null, longest, dtype=torch.int64, device=device)
         self._survivals = torch.zeros(num_slots_with_null, longest, device=device)
-        # Logarithms of probabilities, of slots that reject.
+        # Logarithms of what is proportional to probabilities, of slots that reject; sums belong to those drawn at once.
         self._drawn_from = torch.zeros(num_slots_with_null, longest, vocab_size, device=device)
+        log_sums = torch.zeros(num_slots_with_null, longest, dtype=torch.float64, device=device)
+        self._drafts = Drafts(self._tokens, self._drawn_from, log_sums)
+        self._plain = None if draw is None else PlainDrafts(self._drafts, self._survivals, sampling, draw)
+
+    def prepare(self, drafter: Drafter, null_slot: int, *, in_graphs: bool) -> None:
+        """Compile what judges plain rows at once, and capture what drafts them, before somebody waits."""
+        if self._verify is not None:
+            zero, one = np.zeros(1, np.int64), np.ones(1, np.int64)
+            nothing = VerifyRows(np.array([null_slot]), zero, self._tokens[:1, 0], one)
+            self._verify_plain(self._verify, self._drawn_from[0, :1], nothing, _Layout.of(zero), zero)
+        if in_graphs and self._plain is not None and drafter.hidden_flat is not None:
+            self._plain.capture(drafter, drafter.hidden_flat, null_slot)
 
     def propose(self, drafter: Drafter, slots: Ints, anchors: Tensor, tokens: Tensor, num_drafts: int) -> Tensor:
         """Draft behind `tokens` [R], which stand at `anchors` [R]: survivals [R, num_drafts] float32."""
+        if self._plain is None:
+            hidden, others = drafter.hidden(slots, anchors, tokens), np.arange(len(slots))
+        else:
+            hidden = self._plain.propose(drafter, slots, anchors, tokens, num_drafts)
+            others = np.flatnonzero(~self._sampling.have_plain_drafts(slots))
+        if len(others) == len(slots):
+            self._propose_some(drafter, hidden, slots, anchors, tokens, num_drafts)
+        elif others.size:
+            index = to_device(others, anchors.device)
+            some = (tensor.index_select(0, index) for tensor in (hidden, anchors, tokens))
+            of_hidden, of_anchors, of_tokens = some
+            self._propose_some(drafter, of_hidden, slots[others], of_anchors, of_tokens, num_drafts)
+        return self._survivals[to_device(slots, anchors.device), :num_drafts]
+
+    def _propose_some(
+        self, drafter: Drafter, hidden: Tensor, slots: Ints, anchors: Tensor, tokens: Tensor, num_drafts: int
+    ) -> None:
         at = to_device(slots, anchors.device)
-        hidden = drafter.hidden(slots, anchors, tokens)
         survival = torch.ones(len(slots), device=anchors.device)
         previous = tokens
         for place in range(num_drafts):
@@ -90,7 +126,6 @@ class DraftState:
             previous = self._draw(logits, slots, anchors, place)
             self._tokens[at, place] = previous
             self._survivals[at, place] = survival
-        return self._survivals[at, :num_drafts]
 
     def _draw(self, logits: Tensor, slots: Ints, anchors: Tensor, place: int) -> Tensor:
         """Drafts of one place in every block: [R]."""
@@ -107,8 +142,8 @@ class DraftState:
             scores = self._sampling.draft_scores(logits.index_select(0, index), slots[rows])
             drawn_from = scores.log_softmax(-1).float()
             self._drawn_from[to_device(slots[rows], logits.device), place] = drawn_from
-            seeds = self._sampling.seeds(slots[rows]) ^ _DRAWS
-            moments = anchors.index_select(0, index) * _PLACES + place
+            seeds = self._sampling.seeds(slots[rows]) ^ DRAWS
+            moments = anchors.index_select(0, index) * PLACES + place
             tokens.index_copy_(0, index, choose(drawn_from.double(), seeds, moments))
         return tokens
 
@@ -120,6 +155,49 @@ class DraftState:
         keys = np.where(is_there, np.nan_to_num(survivals, nan=0.0), -1.0).T.ravel()  # earlier places, then rows
         best = np.argsort(-keys, kind="stable")[: min(budget, int(most.sum()))]
         return np.bincount(best % len(slots), minlength=len(slots)).astype(np.int64)
+
+    @property
+    def are_judged_at_once(self) -> bool:
+        """`judge_on_device` can be asked."""
+        return self._verify is not None
+
+    def layout(self, slots: Ints, most: Ints, budget: int) -> DeviceLayout:
+        """As `lengths`, without waiting for the device. `budget` is at most the sum of `most`."""
+        on_device, most_on_device = to_device(np.stack((slots, most)), self._tokens.device).unbind(0)
+        counts = best_lengths(self._survivals[on_device], most_on_device, budget)
+        return DeviceLayout.of(on_device, counts, len(slots) + budget)
+
+    def tokens_of(self, layout: DeviceLayout, newest: Tensor) -> Tensor:
+        """[P]: those of all positions, of which `newest` [R] are the first of each row."""
+        drafts = self._tokens[layout.slots[layout.owners], layout.offsets - 1]  # of first ones, any
+        return torch.where(layout.offsets > 0, drafts, newest[layout.owners])
+
+    def predicted_of(self, layout: DeviceLayout) -> Tensor:
+        """As `predicted`."""
+        survivals = self._survivals[layout.slots]  # [R, longest]
+        places = torch.arange(self.longest, device=survivals.device)
+        return torch.where(places < layout.counts[:, None], survivals, 0.0).sum(0)
+
+    def judge_on_device(self, logits: Tensor, layout: DeviceLayout, slots: Ints, places: Tensor) -> Verdict:
+        """As `judge`, of `slots` [R] of plain sampling, without asking how many drafts each has. `places` [P]."""
+        assert self._verify is not None
+        tokens = self._sampling.sample_plain(logits, layout.slots[layout.owners], places)
+        drafts = self._tokens[layout.slots]  # [R, longest]
+        num_accepted = match(tokens[layout.padded(self.longest)], drafts, layout.counts)
+        rejecting = np.flatnonzero(self._sampling.rejects(slots))
+        if rejecting.size:
+            some = to_device(rejecting, logits.device)
+            of_slots, counts, firsts = layout.slots[some], layout.counts[some], layout.firsts[some]
+            accepted, last = self._verify(logits, self._drafted(of_slots, counts, firsts, places))
+            num_accepted[some] = torch.where(counts > 0, accepted, 0)
+            # Rows without drafts have a token already. Of others the drafts come first, then what follows them.
+            follows = torch.full_like(layout.counts, -1)
+            follows[some] = torch.where(counts > 0, last, -1)
+            follows = follows[layout.owners]  # [P]
+            told = drafts[layout.owners, layout.offsets.clamp(max=self.longest - 1)]
+            told = torch.where(layout.offsets == num_accepted[layout.owners], follows, told)
+            tokens = torch.where(follows >= 0, told, tokens)
+        return Verdict(num_accepted + 1, tokens)
 
     def survivals(self, slots: Ints) -> Tensor:
         """[R, longest] float32: of the newest drafts, how probable it is that each is reached and accepted."""
@@ -139,20 +217,24 @@ class DraftState:
     def judge(self, logits: Tensor, rows: VerifyRows) -> Verdict:
         """Which drafts are accepted, and the tokens that are taken. `logits` [P, V]."""
         rejects = self._sampling.rejects(rows.slots) & (rows.counts > 0)
+        are_plain = rejects & self._sampling.are_plain(rows.slots)
         layout = _Layout.of(rows.counts)
-        num_tokens = torch.ones(len(rows.slots), dtype=torch.int64, device=logits.device)
-        tokens = torch.zeros_like(rows.places)
+        verdict = Verdict(
+            torch.ones(len(rows.slots), dtype=torch.int64, device=logits.device), torch.zeros_like(rows.places)
+        )
         matching = np.flatnonzero(~rejects)
         if matching.size:
-            self._match(logits, rows, layout, matching, num_tokens, tokens)
+            self._match(logits, rows, layout, matching, verdict)
+        if self._verify is not None and are_plain.any():
+            some = np.flatnonzero(are_plain)
+            self._take(rows, layout, some, *self._verify_plain(self._verify, logits, rows, layout, some), verdict)
+            rejects &= ~are_plain
         for some in _pieces(np.flatnonzero(rejects), _ROWS_AT_ONCE):
-            self._reject(logits, rows, layout, some, num_tokens, tokens)
-        return Verdict(num_tokens, tokens)
+            self._take(rows, layout, some, *self._reject(logits, rows, layout, some), verdict)
+        return verdict
 
-    def _match(
-        self, logits: Tensor, rows: VerifyRows, layout: _Layout, some: Ints, num_tokens: Tensor, tokens: Tensor
-    ) -> None:
-        """Of the rows `some` [R]: into `num_tokens` and `tokens`."""
+    def _match(self, logits: Tensor, rows: VerifyRows, layout: _Layout, some: Ints, verdict: Verdict) -> None:
+        """Of the rows `some` [R]: into `verdict`."""
         packed = layout.packed(some)
         is_every = len(packed) == len(layout.owners)
         at = to_device(packed, logits.device)
@@ -163,18 +245,39 @@ class DraftState:
             None,
             rows.num_known[packed],
         )
-        tokens.index_copy_(0, at, taken)
+        verdict.tokens.index_copy_(0, at, taken)
         num_drafts = int(rows.counts[some].max())
         if num_drafts:
-            targets = tokens[to_device(layout.padded(some, num_drafts), logits.device)]
+            targets = verdict.tokens[to_device(layout.padded(some, num_drafts), logits.device)]
             drafts = self._tokens[to_device(rows.slots[some], logits.device), :num_drafts]
             num_accepted = match(targets, drafts, to_device(rows.counts[some], logits.device))
-            num_tokens.index_add_(0, to_device(some, logits.device), num_accepted)
+            verdict.num_tokens.index_add_(0, to_device(some, logits.device), num_accepted)
 
-    def _reject(
-        self, logits: Tensor, rows: VerifyRows, layout: _Layout, some: Ints, num_tokens: Tensor, tokens: Tensor
-    ) -> None:
-        """As `_match`, by rejection sampling."""
+    def _verify_plain(
+        self, verify: Verify, logits: Tensor, rows: VerifyRows, layout: _Layout, some: Ints
+    ) -> tuple[Tensor, Tensor]:
+        """As `_reject`, in one launch."""
+        columns = np.stack((rows.slots[some], rows.counts[some], layout.firsts[some]))
+        slots, counts, firsts = to_device(columns, logits.device).unbind(0)
+        return verify(logits, self._drafted(slots, counts, firsts, rows.places))
+
+    def _drafted(self, slots: Tensor, counts: Tensor, firsts: Tensor, places: Tensor) -> DraftedRows:
+        """Of `slots` with `counts` drafts, whose logits begin at `firsts`, [R] each; `places` [P]."""
+        temperatures, seeds, _ = self._sampling.plain_columns(slots)
+        return DraftedRows(
+            self._drafts,
+            slots,
+            counts,
+            firsts,
+            temperatures,
+            accept_seeds=seeds ^ _ACCEPTS,
+            follow_seeds=seeds ^ _FOLLOWS,
+            anchors=places.index_select(0, firsts) - 1,
+            num_moments=PLACES,
+        )
+
+    def _reject(self, logits: Tensor, rows: VerifyRows, layout: _Layout, some: Ints) -> tuple[Tensor, Tensor]:
+        """Of the rows `some` [R], by rejection sampling: how many drafts are accepted, and what follows, [R] each."""
         slots, counts, num_drafts = rows.slots[some], rows.counts[some], int(rows.counts[some].max())
         packed = layout.packed(some)
         at, slot_index = to_device(packed, logits.device), to_device(slots, logits.device)
@@ -188,16 +291,24 @@ class DraftState:
         p, q = scores.softmax(-1)[own], self._drawn_from[slot_index, :num_drafts].double().softmax(-1)
         drafts, seeds = self._tokens[slot_index, :num_drafts], self._sampling.seeds(slots)
         anchors = rows.places.index_select(0, to_device(layout.firsts[some], logits.device)) - 1
-        moments = (anchors * _PLACES)[:, None] + torch.arange(num_drafts, device=logits.device)
+        moments = (anchors * PLACES)[:, None] + torch.arange(num_drafts, device=logits.device)
         uniform = uniform_noise((seeds ^ _ACCEPTS).repeat_interleave(num_drafts), moments.flatten()).view_as(moments)
         gumbel = gumbel_noise(seeds ^ _FOLLOWS, anchors, logits.shape[1])
-        num_accepted, last = reject(p, q, drafts, to_device(counts, logits.device), uniform, gumbel)
+        return reject(p, q, drafts, to_device(counts, logits.device), uniform, gumbel)
+
+    def _take(
+        self, rows: VerifyRows, layout: _Layout, some: Ints, num_accepted: Tensor, last: Tensor, verdict: Verdict
+    ) -> None:
+        """The drafts of the rows `some` [R] that were accepted, and the `last` behind them: into `verdict`."""
+        device, counts = last.device, rows.counts[some]
+        drafts = self._tokens[to_device(rows.slots[some], device), : int(counts.max())]
         # Behind a row's drafts there is a place for the token that follows the last of them.
         padded = torch.cat((drafts, drafts[:, :1]), 1).scatter(1, num_accepted[:, None], last[:, None])
-        owners = to_device(np.repeat(np.arange(len(some)), counts + 1), logits.device)
-        offsets = to_device(layout.offsets[packed], logits.device)
-        tokens.index_copy_(0, at, padded[owners, offsets])
-        num_tokens.index_add_(0, to_device(some, logits.device), num_accepted)
+        packed = layout.packed(some)
+        columns = np.stack((packed, np.repeat(np.arange(len(some)), counts + 1), layout.offsets[packed]))
+        at, owners, offsets = to_device(columns, device).unbind(0)
+        verdict.tokens.index_copy_(0, at, padded[owners, offsets])
+        verdict.num_tokens.index_add_(0, to_device(some, device), num_accepted)
 
     def _entries(self, slots: Ints, counts: Ints) -> tuple[Tensor, Tensor]:
         places = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)

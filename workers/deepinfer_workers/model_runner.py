@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter_ns
 from typing import NamedTuple, NoReturn
@@ -23,7 +23,7 @@ from deepinfer_protocol import MaskBatch, ProtocolError, Ready, StepPlan, Worker
 from deepinfer_workers.batch import DeviceBatch, Ints
 from deepinfer_workers.capacity import limits_of, memory_faults, state_bytes
 from deepinfer_workers.drafts import DraftState, Verdict, VerifyRows
-from deepinfer_workers.graphs import GraphLadder
+from deepinfer_workers.graphs import GraphLadder, shapes
 from deepinfer_workers.ledger import LedgerEntry, SlotLedger
 from deepinfer_workers.models.model import ModelOptions, Step
 from deepinfer_workers.models.registry import load_model, num_threads_for, open_checkpoint
@@ -151,12 +151,14 @@ class ModelRunner:
         self._change_slots(built)
         if not built.batch.slots.size:
             return StepResults.empty()
+        if built.inputs is None and self._can_lay_out(built):
+            return self._compute_on_device(built, timing)
         batch, columns = self._settle(built)
         inputs = _Inputs(*columns[:4])
         of_drafts = None if batch.num_verified is None else _DraftInputs(*columns[4:])
         predicted = None if of_drafts is None else self._write_drafts(batch, of_drafts)
         wanted = self._sampling.prompt_positions(batch.slots, built.entry.starts, batch.counts)
-        hidden = self._forward(batch, inputs.positions, built.prefetched)
+        hidden = self._forward(batch, inputs.positions, int(built.entry.ends.max()), built.prefetched)
         num_logits = len(inputs.places)
         is_every = num_logits == len(batch.row_of)  # plain decoding
         logits = self._model.logits(
@@ -185,6 +187,52 @@ class ModelRunner:
             num_tokens=None if of_drafts is None else verdict.num_tokens,
             predicted=predicted,
             drafted=self._draft(batch, inputs.sampled, timing),
+        )
+
+    def _can_lay_out(self, built: BuiltStep) -> bool:
+        """The device needs nobody to go on with as many drafts of each row as it finds best."""
+        batch, most = built.batch, built.entry.most_drafts
+        if self._graphs is None or self._drafts is None or not self._drafts.are_judged_at_once or most is None:
+            return False
+        longest = replace(batch, counts=batch.counts + most)
+        return (
+            bool((batch.counts == 1).all())
+            and not self._model.needs_host
+            and self._is_flat(longest)
+            and not batch.is_waiting.any()
+            and bool(self._sampling.are_plain(batch.slots).all())
+            and not self._sampling.has_logprobs(batch.slots)
+            and self._graphs.find(self._limits.padded(len(most) + batch.verify_budget), int(built.entry.ends.max()))
+            is not None
+        )
+
+    def _compute_on_device(self, built: BuiltStep, timing: Timing | None) -> StepResults:
+        """As `_compute`, of a step that the device lays out, so that nothing waits for it."""
+        batch, most = built.batch, built.entry.most_drafts
+        assert self._drafts is not None and most is not None
+        layout = self._drafts.layout(batch.slots, most, batch.verify_budget)
+        num_logits = len(layout.owners)
+        positions = layout.positions(self._limits.padded(num_logits), self._config.num_slots)
+        starts, slots = self._slots.lengths[layout.slots], layout.slots[layout.owners]
+        newest = self._slots.tokens[layout.slots, starts].long()
+        places = starts[layout.owners] + layout.offsets
+        self._slots.write_tokens(slots, places, self._drafts.tokens_of(layout, newest))
+        predicted = self._drafts.predicted_of(layout)
+        spread = replace(batch, counts=batch.counts + most, num_positions=positions.shape[1])
+        hidden = self._forward(spread, positions, int(built.entry.ends.max()), built.prefetched)
+        logits = self._model.logits(hidden[:num_logits])  # [P, V]
+        verdict = self._drafts.judge_on_device(logits, layout, batch.slots, places + 1)
+        self._slots.write_tokens(slots, places + 1, verdict.tokens)
+        self._slots.take_back(layout.slots, layout.counts + 1 - verdict.num_tokens)
+        return StepResults(
+            batch,
+            lengths=self._slots.lengths[layout.slots],
+            tokens=verdict.tokens,
+            is_nan=logits.amax(-1).isnan(),
+            num_tokens=verdict.num_tokens,
+            num_verified=layout.counts,
+            predicted=predicted,
+            drafted=self._draft(batch, layout.slots, timing),
         )
 
     def _settle(self, built: BuiltStep) -> tuple[DeviceBatch, list[Tensor]]:
@@ -237,25 +285,35 @@ class ModelRunner:
         self._sampling.admit(built.batch.admissions)
         self._model.admit(built.batch.admissions)
 
-    def _forward(self, batch: DeviceBatch, positions: Tensor, prefetched: object) -> Tensor:
-        """Hidden states, [T, C]. Afterwards the lengths are those after the step, if it accepts all drafts."""
-        if self._graphs is not None and batch.num_positions in self._graphs and self._ops.is_flat(batch.counts):
-            return self._graphs.replay(positions)
-        return self._run_layers(positions, batch.counts, prefetched)
+    def _forward(self, batch: DeviceBatch, positions: Tensor, longest: int, prefetched: object) -> Tensor:
+        """Hidden states, [T, C], of sequences up to `longest`.
+
+        Afterwards the lengths are those after the step, if it accepts all drafts.
+        """
+        if self._graphs is not None and self._is_flat(batch):
+            shape = self._graphs.find(batch.num_positions, longest)
+            if shape is not None:
+                if self._model.needs_host:
+                    self._model.stage(self._step(positions, batch.counts, prefetched))
+                return self._graphs.replay(shape, positions)
+        hidden = self._model.forward(self._step(positions, batch.counts, prefetched))
+        self._slots.advance(positions[0])
+        return hidden
+
+    def _is_flat(self, batch: DeviceBatch) -> bool:
+        return self._ops.is_flat(batch.counts) and self._model.is_flat(batch)
 
     def _prompt_logprobs(self, hidden: Tensor, wanted: PromptPositions) -> Logprobs:
         parts = to_device(wanted.packed, hidden.device).split(ROWS_AT_ONCE)
         logits = (self._model.logits(hidden.index_select(0, part)) for part in parts)  # a long prompt has many
         return self._sampling.prompt_logprobs(logits, wanted)
 
-    def _run_layers(self, positions: Tensor, counts: Ints, prefetched: object = None) -> Tensor:
-        """Hidden states [T, C] of `positions` [2, T], which are slots and offsets; `counts` [S] are the rows' sizes."""
+    def _step(self, positions: Tensor, counts: Ints, prefetched: object = None) -> Step:
+        """Of `positions` [2, T], which are slots and offsets; `counts` [S] are the rows' sizes."""
         slots, offsets = positions.unbind(0)
         tokens, places, cache_indices = self._slots.gather(slots, offsets)
         rows = PackedRows(counts, slots, places, self._slots.tables)
-        hidden = self._model.forward(Step(tokens, cache_indices, rows, self._slots.tokens, prefetched))
-        self._slots.advance(slots)
-        return hidden
+        return Step(tokens, cache_indices, rows, self._slots.tokens, prefetched)
 
     def _prepare_gpu(self) -> None:
         """Compile our own kernels for what steps will launch, and capture the small steps, before somebody waits.
@@ -264,17 +322,24 @@ class ModelRunner:
         the kernels of the ways of sampling.
         """
         null_slot, device = self._config.num_slots, self._ops.device
+        self._sampling.prepare()
         for counts in self._model.typical_steps():
             positions = torch.zeros(2, int(counts.sum()), dtype=torch.int64, device=device)
             positions[0] = null_slot
-            self._model.logits(self._run_layers(positions, counts)[-1:])
-        if self._config.cuda_graphs and self._model.can_capture:
-            self._graphs = GraphLadder(self._limits.ladder, self._run_flat, null_slot, device)
+            self._model.logits(self._model.forward(self._step(positions, counts))[-1:])
+        lengths = self._model.capture_lengths if self._config.cuda_graphs else ()
+        if lengths:
+            self._graphs = GraphLadder(shapes(self._limits.ladder, lengths), self._run_flat, null_slot, device)
+        if self._drafts is not None and self._model.drafter is not None:
+            self._drafts.prepare(self._model.drafter, null_slot, in_graphs=bool(lengths))
         self._clock = QueueClock(device)
 
-    def _run_flat(self, positions: Tensor) -> Tensor:
+    def _run_flat(self, positions: Tensor, most_positions: int) -> Tensor:
         """What a graph does: every position as if it were a row of its own."""
-        return self._run_layers(positions, np.ones(positions.shape[1], np.int64))
+        step = self._step(positions, np.ones(positions.shape[1], np.int64))
+        hidden = self._model.forward_flat(step, most_positions)
+        self._slots.advance(positions[0])
+        return hidden
 
     def _judge(
         self,
@@ -342,7 +407,7 @@ class ModelRunner:
             self._model.allocate(self._limits)
             self._slots = SlotState(self._limits, ops.device)
             self._ledger = SlotLedger(self._limits)
-            self._sampling = SamplingState(self._slots.tokens, self._limits.vocab_size)
+            self._sampling = SamplingState(self._slots.tokens, self._limits.vocab_size, ops.draw)
             self._ones = torch.ones(self._limits.num_slots, dtype=torch.int64, device=ops.device)
             self._drafts = self._draft_state()
             if ops.device.type == "cuda":
@@ -372,8 +437,15 @@ class ModelRunner:
         limits = self._limits
         if not limits.longest_draft:
             return None
+        ops = self._ops
         return DraftState(
-            limits.num_slots + 1, limits.longest_draft, limits.vocab_size, self._sampling, self._ops.device
+            limits.num_slots + 1,
+            limits.longest_draft,
+            limits.vocab_size,
+            self._sampling,
+            ops.device,
+            ops.draw,
+            ops.verify,
         )
 
     def _time(self, plan: StepPlan) -> tuple[int, int]:

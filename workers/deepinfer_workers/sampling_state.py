@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from deepinfer_kernels import Draw
 from deepinfer_protocol import LogitShaping, ProtocolError, SlotSampling, split_words
 from deepinfer_workers import sampler
 from deepinfer_workers.batch import Admission, Ints
@@ -60,6 +61,10 @@ PASSING: Final = Feature.MIN_LENGTH | Feature.BAD_WORDS
 """Bans that come and go with the output."""
 SHAPED: Final = STATIC | PASSING | Feature.PENALTIES
 """Changes logits before the temperature."""
+PLAIN: Final = Feature.WARM | Feature.REJECTS
+"""A device may draw it in one launch for all rows."""
+PLAIN_DRAFTS: Final = PLAIN | PASSING | Feature.PENALTIES
+"""So it may drafts, which know nothing of the output."""
 
 
 _NO_SHAPING: Final = LogitShaping()
@@ -132,7 +137,7 @@ class SlotTables(NamedTuple):
 class _Columns:
     """Numbers by slot, on the device: one store, so that admissions are one upload and one copy."""
 
-    INTS: Final = ("top_k", "seed", "min_length", "num_prompt")
+    INTS: Final = ("top_k", "seed", "min_length", "num_prompt", "rejects")
     FLOATS: Final = ("temperature", "top_p", "log_min_p", "repetition", "presence", "frequency")
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
@@ -145,7 +150,7 @@ class _Columns:
         for index, sampling in enumerate(samplings):
             shaping = sampling.shaping or _NO_SHAPING
             packed[1 : 1 + len(self.INTS), index] = (
-                sampling.top_k, sampling.seed, sampling.min_length, sampling.num_prompt,
+                sampling.top_k, sampling.seed, sampling.min_length, sampling.num_prompt, sampling.rejects,
             )  # fmt: skip
             packed.view(np.float64)[1 + len(self.INTS) :, index] = (
                 sampling.temperature, sampling.top_p, _log(sampling.min_p),
@@ -164,11 +169,15 @@ class _Columns:
 class SamplingState:
     """Parameters by slot. Nothing here waits for the device."""
 
-    def __init__(self, tokens: Tensor, vocab_size: int) -> None:
-        """`tokens` [N + 1, positions] int32: what every slot holds, on the device; only read."""
+    def __init__(self, tokens: Tensor, vocab_size: int, draw: Draw | None = None) -> None:
+        """`tokens` [N + 1, positions] int32: what every slot holds, on the device; only read.
+
+        `draw`: how the device draws rows of plain sampling at once, if it can.
+        """
         num_slots = tokens.shape[0]
         self._tokens = tokens
         self._vocab_size = vocab_size
+        self._draw = draw
         self._columns = _Columns(num_slots, tokens.device)
         self._features = np.zeros(num_slots, np.int64)
         self._top_k = np.zeros(num_slots, np.int64)
@@ -176,6 +185,12 @@ class SamplingState:
         self._num_prompt_logprobs = np.full(num_slots, -1, np.int64)
         self._num_prompt = np.zeros(num_slots, np.int64)
         self._tables: dict[int, SlotTables] = {}
+
+    def prepare(self) -> None:
+        """Compile what draws plain rows at once, before somebody waits."""
+        if self._draw is not None:
+            nothing = torch.zeros(1, dtype=torch.int64, device=self._tokens.device)
+            self.sample_plain(nothing.new_zeros(1, self._vocab_size, dtype=torch.float32), nothing, nothing)
 
     def retire(self, slots: Ints) -> None:
         self._num_prompt_logprobs[slots] = -1
@@ -206,8 +221,35 @@ class SamplingState:
         `allowed` [R, V] bool masks tokens out. `num_known` [R] are bounds, known on the host, of `positions`: penalties
         look no further.
         """
-        if allowed is None and not (self._features[slots] & (SHAPED | Feature.WARM)).any():
+        features = self._features[slots]
+        if allowed is None and not (features & (SHAPED | Feature.WARM)).any():
             return logits.argmax(-1)  # the first of equals
+        others = np.flatnonzero(features & ~PLAIN)
+        if self._draw is None or allowed is not None or len(others) == len(slots):
+            return self._sample_by_parts(logits, slots, positions, allowed, num_known)
+        tokens = self.sample_plain(logits, to_device(slots, logits.device), positions)
+        if others.size:
+            [index] = _upload([others], logits.device)
+            found = self._sample_by_parts(
+                logits.index_select(0, index),
+                slots[others],
+                positions.index_select(0, index),
+                None,
+                num_known[others],
+            )
+            tokens.index_copy_(0, index, found)
+        return tokens
+
+    def sample_plain(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """As `sample`, of `slots` [R] of plain sampling, by a device that draws them at once."""
+        assert self._draw is not None
+        temperatures, seeds, _ = self.plain_columns(slots)
+        tokens, _ = self._draw(logits, temperatures, seeds, positions)
+        return tokens
+
+    def _sample_by_parts(
+        self, logits: Tensor, slots: Ints, positions: Tensor, allowed: Tensor | None, num_known: Ints
+    ) -> Tensor:
         parts = []
         for start in range(0, len(slots), ROWS_AT_ONCE):  # a row's bits are the same in any company
             at = slice(start, start + ROWS_AT_ONCE)
@@ -257,6 +299,28 @@ class SamplingState:
     def seeds(self, slots: Ints) -> Tensor:
         """[R]"""
         return self._columns.ints("seed", to_device(slots, self._tokens.device))
+
+    def plain_columns(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of `slots` [R] on the device: temperatures float64, seeds, and 1 for those that reject, [R] each."""
+        return (
+            self._columns.floats("temperature", slots),
+            self._columns.ints("seed", slots),
+            self._columns.ints("rejects", slots),
+        )
+
+    def are_plain(self, slots: Ints) -> npt.NDArray[np.bool_]:
+        """[R], on the host: those with nothing but a temperature."""
+        are_plain: npt.NDArray[np.bool_] = (self._features[slots] & ~PLAIN) == 0
+        return are_plain
+
+    def have_plain_drafts(self, slots: Ints) -> npt.NDArray[np.bool_]:
+        """[R], on the host: those whose drafts depend on nothing but a temperature."""
+        are_plain: npt.NDArray[np.bool_] = (self._features[slots] & ~PLAIN_DRAFTS) == 0
+        return are_plain
+
+    def has_logprobs(self, slots: Ints) -> bool:
+        """Whether `logprobs` has something for any of `slots` [R]."""
+        return bool((self._num_logprobs[slots] >= 0).any())
 
     def is_warm(self, slots: Ints) -> npt.NDArray[np.bool_]:
         """[R], on the host: those with a temperature."""

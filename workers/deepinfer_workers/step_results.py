@@ -49,6 +49,8 @@ class StepResults:
     prompt_logprobs: Logprobs | None = None
     num_tokens: Tensor | None = None
     """[R]: how many of its tokens each sampled row takes; `None`: no drafts were verified, and it has one."""
+    num_verified: Tensor | None = None
+    """[S]: how many drafts each row verified, where the host does not know; else the batch says it."""
     predicted: Tensor | None = None
     """[longest draft]: survivals of the verified drafts by place, summed over rows."""
     drafted: Drafted | None = None
@@ -66,6 +68,8 @@ class StepResults:
 
     def to_output(self) -> StepOutput:
         """The columns; the tensors are on the host. Raises `WorkerFault` for logits that are not numbers."""
+        if self.num_verified is not None:
+            return self._told().to_output()
         batch = self.batch
         if batch is None:
             return StepOutput(b"", b"")
@@ -90,6 +94,11 @@ class StepResults:
             *self._draft_columns(),
             draft_us=0 if self.drafted is None else self.drafted.host_us,
         )
+
+    def _told(self) -> StepResults:
+        """What the device alone knew is in the batch."""
+        assert self.batch is not None and self.num_verified is not None
+        return replace(self, batch=replace(self.batch, num_verified=self.num_verified.numpy()), num_verified=None)
 
     def _draft_columns(self) -> tuple[bytes, bytes, bytes]:
         """`num_verified`, `survivals` and `predicted`."""
@@ -125,7 +134,7 @@ class StepResults:
         for logprobs in (self.logprobs, self.prompt_logprobs):
             if logprobs is not None:
                 tensors += [logprobs.ids, logprobs.values, logprobs.ranks]
-        tensors += [tensor for tensor in (self.num_tokens, self.predicted) if tensor is not None]
+        tensors += [tensor for tensor in (self.num_tokens, self.num_verified, self.predicted) if tensor is not None]
         return tensors if self.drafted is None else [*tensors, self.drafted.survivals]
 
     def _after(self, download: Download) -> StepOutput:
@@ -139,6 +148,7 @@ class StepResults:
             logprobs=_on_host(self.logprobs, parts),
             prompt_logprobs=_on_host(self.prompt_logprobs, parts),
             num_tokens=None if self.num_tokens is None else next(parts),
+            num_verified=None if self.num_verified is None else next(parts),
             predicted=None if self.predicted is None else next(parts),
             drafted=None if self.drafted is None else self.drafted._replace(survivals=next(parts)),
         ).to_output()

@@ -35,9 +35,9 @@ class _Layer:
 class Llama:
     """A `Model`: one paged cache of keys and values, and nothing by slot."""
 
-    can_capture = True
     drafter: Drafter | None = None
     block_multiple = 1
+    needs_host = False
 
     def __init__(
         self, checkpoint: Checkpoint, ops: Ops, options: ModelOptions, report: Callable[[int, int], None]
@@ -106,6 +106,19 @@ class Llama:
             delta = ops.linear(ops.silu_mul(ops.linear(normed, layer.gate_up)), layer.down)  # [T, C]
             x, normed = ops.add_rms_norm(x, delta, next_norm, eps)
         return normed
+
+    @property
+    def capture_lengths(self) -> Sequence[int]:
+        return (self.max_len,)
+
+    def is_flat(self, batch: DeviceBatch) -> bool:
+        return True
+
+    def stage(self, step: Step) -> None:
+        """Nothing."""
+
+    def forward_flat(self, step: Step, most_positions: int) -> Tensor:
+        return self.forward(step)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Of `hidden` [R, C]: [R, V] float32."""

@@ -6,7 +6,7 @@ took one, and asks for hidden states of packed positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -82,6 +82,10 @@ class CacheNeeds(NamedTuple):
     """Positions before a prefix hit that rebuild the slot state to the bit."""
 
 
+HiddenFlat = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Of slots, positions and tokens, [R] each on the device."""
+
+
 class Drafter(Protocol):
     """The draft stages of a model (DSpark): what they guess of the tokens behind the newest one.
 
@@ -97,6 +101,10 @@ class Drafter(Protocol):
 
         The positions before are computed, those of the blocks are not.
         """
+
+    @property
+    def hidden_flat(self) -> HiddenFlat | None:
+        """As `hidden`, so that what is launched depends on R alone: a CUDA graph can hold it. `None`: there is none."""
 
     def logits(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """Of `hidden` [R, C], one place of every block, behind the tokens `previous` [R]: [R, V] float32."""
@@ -117,8 +125,8 @@ class Model(Protocol):
     """`None`: no draft stages, or they are not asked for (`ModelOptions.num_drafts`)."""
 
     @property
-    def can_capture(self) -> bool:
-        """Its layers can be captured in a CUDA graph."""
+    def capture_lengths(self) -> Sequence[int]:
+        """Its layers can be captured in CUDA graphs, for sequences up to each of these lengths; none: they cannot."""
 
     def cache_needs(self, block_size: int) -> CacheNeeds:
         """Known once the weights are."""
@@ -140,6 +148,19 @@ class Model(Protocol):
 
     def forward(self, step: Step) -> Tensor:
         """Hidden states [T, C] behind the last norm; writes what the caches keep of all positions."""
+
+    def is_flat(self, batch: DeviceBatch) -> bool:
+        """`forward_flat` computes such a step."""
+
+    @property
+    def needs_host(self) -> bool:
+        """`stage` brings something, and waits until the device knows the tokens of the step."""
+
+    def stage(self, step: Step) -> None:
+        """Before `forward_flat` of the same step: what the host has to bring of it."""
+
+    def forward_flat(self, step: Step, most_positions: int) -> Tensor:
+        """As `forward`, for sequences up to `most_positions`: what is launched depends on the number of positions."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Of `hidden` [R, C]: [R, V] float32."""

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from deepinfer_workers.models.deepseek.caches import PagedRows, Rings
 from deepinfer_workers.models.deepseek.compressor import Compressor
+from deepinfer_workers.models.deepseek.flat_positions import FlatPositions, Positions
 from deepinfer_workers.models.deepseek.formats import CacheFormats
 from deepinfer_workers.models.deepseek.indexer import Choice, Indexer
 from deepinfer_workers.models.deepseek.layer_caches import SourceRows
-from deepinfer_workers.models.deepseek.positions import StepPositions
 from deepinfer_workers.models.deepseek.projections import Projections
 from deepinfer_workers.models.deepseek.rope import RopeTable, Turns
 from deepinfer_workers.models.deepseek.selection import all_visible
@@ -49,7 +49,7 @@ class RowSource:
             self._wk = weights.plain_linear(f"{name}.indexer.wk.weight")
             self._key_norm = weights.norm(f"{name}.indexer.k_norm")
 
-    def write(self, x: Tensor, positions: StepPositions, rows: SourceRows) -> None:
+    def write(self, x: Tensor, positions: Positions, rows: SourceRows) -> None:
         """Of `x` [T, C], all tokens of the step."""
         latent = self._complete(self.compressor, x, positions, rows.pending, rows.main)
         if rows.index is None:
@@ -61,23 +61,18 @@ class RowSource:
             self._store(keys, self.compressor, positions, rows.pending, rows.index)
 
     def _complete(
-        self, compressor: Compressor, x: Tensor, positions: StepPositions, pending: Rings | None, paged: PagedRows
+        self, compressor: Compressor, x: Tensor, positions: Positions, pending: Rings | None, paged: PagedRows
     ) -> Tensor:
         """Rows of the groups that end among the positions, [G, D]; stored in `paged`, turned."""
         groups = positions.groups(compressor.shape, pending)
         states = compressor.states(x, positions.positions % compressor.shape.ratio)
-        lookback = groups.lookback
-        known = states
-        if pending is not None:
-            known = torch.cat((pending.read(lookback.ring_slots, lookback.ring_places), states))
-            write = groups.write
-            pending.write(write.slots, write.places, states.index_select(0, write.kept))
-        rows = compressor.rows(known[lookback.index], lookback.is_missing)
+        known = states if pending is None else groups.around.exchange(pending, states, states)
+        rows = compressor.rows(known[groups.index], groups.is_missing)
         self._store(rows, compressor, positions, pending, paged)
         return rows
 
     def _store(
-        self, rows: Tensor, compressor: Compressor, positions: StepPositions, pending: Rings | None, paged: PagedRows
+        self, rows: Tensor, compressor: Compressor, positions: Positions, pending: Rings | None, paged: PagedRows
     ) -> None:
         groups = positions.groups(compressor.shape, pending)
         turns = self._table.at(groups.token_positions)
@@ -104,7 +99,7 @@ class Attention:
         self._piece = piece_size(weights.device, (config.window + config.index_topk) * config.head_dim)
         self._sees_all = bool(self._ratio) and config.index_source_of(layer) is None
 
-    def __call__(self, x: Tensor, positions: StepPositions, window: Rings, state: StepState) -> Tensor:
+    def __call__(self, x: Tensor, positions: Positions, window: Rings, state: StepState) -> Tensor:
         """`x` [T, C]: [T, C]. The step's compressed rows have been written."""
         projections = self._projections
         turns = self._table.at(positions.positions)
@@ -113,33 +108,35 @@ class Attention:
         if self._indexer is not None:
             state.choice = self._choose(self._indexer, latent, x, turns, positions, state)
         elif self._sees_all:
-            state.choice = Choice(all_visible(positions.num_visible(self._ratio)))
+            ratio = self._ratio
+            state.choice = Choice(all_visible(positions.num_visible(ratio), positions.most_visible(ratio)))
         out = self._attend(projections.queries(latent, turns), keys, positions, window, state)
         return projections.output(out, turns)
 
     def _choose(
-        self, indexer: Indexer, latent: Tensor, x: Tensor, turns: Turns, positions: StepPositions, state: StepState
+        self, indexer: Indexer, latent: Tensor, x: Tensor, turns: Turns, positions: Positions, state: StepState
     ) -> Choice:
         source = state.source
         assert source is not None and source.index is not None
         index, ratio = source.index, source.ratio
+        # A kv source begins anew: what an earlier source published is of other rows.
+        blocks = state.choice.blocks if self.source is None and state.choice is not None else None
+        num_visible, most_visible = positions.num_visible(ratio), positions.most_visible(ratio)
+        if isinstance(positions, FlatPositions):
+            rows = all_visible(num_visible, most_visible)
+            keys = index.read(positions.row_indices(slice(None), rows, ratio, index.null_row))
+            return indexer.choose_flat(latent, x, turns, num_visible, keys, blocks)
 
         def read(part: slice, rows: Tensor) -> Tensor:
             first = slice(part.start, part.start + 1)
             return index.read(positions.row_indices(first, rows[None], ratio, index.null_row))[0]
 
-        num_visible = positions.num_visible(ratio)
-        # A kv source begins anew: what an earlier source published is of other rows.
-        blocks = state.choice.blocks if self.source is None and state.choice is not None else None
-        return indexer.choose(latent, x, turns, num_visible, positions.pieces.parts, read, blocks)
+        return indexer.choose(latent, x, turns, num_visible, most_visible, positions.pieces.parts, read, blocks)
 
-    def _attend(
-        self, queries: Tensor, own: Tensor, positions: StepPositions, window: Rings, state: StepState
-    ) -> Tensor:
+    def _attend(self, queries: Tensor, own: Tensor, positions: Positions, window: Rings, state: StepState) -> Tensor:
         """`queries` [T, H, D] and the positions' `own` keys [T, D], turned: [T, H, D]. Keeps the keys in the window."""
         found = positions.window(self._config.window, window.capacity)
-        known = torch.cat((window.read(found.ring_slots, found.ring_places), self._window_format.round(own)))
-        window.write(found.write.slots, found.write.places, own.index_select(0, found.write.kept))
+        known = found.around.exchange(window, own, self._window_format.round(own))
         outs: list[Tensor] = []
         for piece in torch.arange(len(own), device=own.device).split(self._piece):
             keys, is_hidden = known[found.index[piece]], found.is_hidden[piece]  # [t, W, D], [t, W]
@@ -149,7 +146,7 @@ class Attention:
             outs.append(attend(queries[piece], keys, is_hidden, self._sinks))
         return torch.cat(outs)
 
-    def _chosen(self, piece: Tensor, positions: StepPositions, state: StepState) -> tuple[Tensor, Tensor]:
+    def _chosen(self, piece: Tensor, positions: Positions, state: StepState) -> tuple[Tensor, Tensor]:
         """The compressed rows that the positions `piece` [t] attend to, [t, K in whole tiles, D], and what is none."""
         assert state.source is not None and state.choice is not None
         main, numbers = state.source.main, state.choice.rows[piece]

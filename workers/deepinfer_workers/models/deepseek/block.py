@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from deepinfer_workers.models.deepseek.attention import Attention, StepState
+from deepinfer_workers.models.deepseek.flat_positions import Positions
 from deepinfer_workers.models.deepseek.formats import CacheFormats
 from deepinfer_workers.models.deepseek.hyper import HyperConnection, Mixes, collapse
 from deepinfer_workers.models.deepseek.layer_caches import LayerCaches
 from deepinfer_workers.models.deepseek.moe import ExpertCache, MoE, Routing
-from deepinfer_workers.models.deepseek.positions import StepPositions
 from deepinfer_workers.models.deepseek.rope import RopeTable
 from deepinfer_workers.models.deepseek.weights import DeepseekWeights
 
@@ -102,7 +102,7 @@ class Block:
         self._sublayers = Sublayers(weights, name, experts, Routing.of_layer(weights, layer))
 
     def make_rows(
-        self, streams: Streams, positions: StepPositions, caches: LayerCaches, state: StepState
+        self, streams: Streams, positions: Positions, caches: LayerCaches, state: StepState
     ) -> AttentionInput:
         """A source layer's compressed rows, of all positions; what they were made of."""
         source = self._attention.source
@@ -115,7 +115,7 @@ class Block:
     def __call__(
         self,
         streams: Streams,
-        positions: StepPositions,
+        positions: Positions,
         caches: LayerCaches,
         state: StepState,
         known: AttentionInput | None = None,

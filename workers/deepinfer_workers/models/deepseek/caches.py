@@ -39,18 +39,21 @@ def float_format(dim: int, dtype: torch.dtype, round: Callable[[Tensor], Tensor]
 
 
 class PagedRows:
-    """Rows of compressed keys: those of all blocks, and behind them those of the null block, which stay zero."""
+    """Rows of compressed keys: those of all blocks, and behind them those of the null block, which stay zero.
+
+    The very last row is nobody's: what is written to row -1 goes there.
+    """
 
     def __init__(self, row_format: RowFormat, num_blocks: int, rows_per_block: int, device: torch.device) -> None:
         self.rows_per_block = rows_per_block
         self._format = row_format
         self.null_row = num_blocks * rows_per_block
-        num_rows = self.null_row + rows_per_block
+        num_rows = self.null_row + rows_per_block + 1
         self._store = torch.zeros(num_rows, row_format.width, dtype=row_format.dtype, device=device)
 
     def write(self, indices: Tensor, rows: Tensor) -> None:
-        """`rows` [G, D] float32 at `indices` [G]."""
-        self._store.index_copy_(0, indices, self._format.pack(rows))
+        """`rows` [G, D] float32 at `indices` [G], -1 for what nobody reads."""
+        self._store.index_copy_(0, indices % len(self._store), self._format.pack(rows))
 
     def read(self, indices: Tensor) -> Tensor:
         """[..., D] float32 of `indices` [...]."""

@@ -23,12 +23,13 @@ from deepinfer_workers.models.deepseek.block import Streams, Sublayers, enter
 from deepinfer_workers.models.deepseek.caches import Rings
 from deepinfer_workers.models.deepseek.config import DsparkConfig
 from deepinfer_workers.models.deepseek.draft_attention import DraftAttention, DraftBlocks
+from deepinfer_workers.models.deepseek.flat_positions import Positions
 from deepinfer_workers.models.deepseek.formats import CacheFormats
 from deepinfer_workers.models.deepseek.hyper import HeadCollapse, collapse
 from deepinfer_workers.models.deepseek.moe import ExpertCache, Routing
-from deepinfer_workers.models.deepseek.positions import StepPositions
 from deepinfer_workers.models.deepseek.rope import RopeTable
 from deepinfer_workers.models.deepseek.weights import DeepseekWeights
+from deepinfer_workers.models.model import HiddenFlat
 
 
 class DraftStage:
@@ -84,6 +85,7 @@ class DsparkDrafter:
         self.block_size = dspark.block_size
         self._config, self._dspark, self._ops = config, dspark, weights.ops
         self._table, self._embed, self._head = table, embed, head
+        self._experts = experts
         self._main_proj, self._main_norm = weights.linear("mtp.0.main_proj"), weights.norm("mtp.0.main_norm")
         self._stages = [DraftStage(weights, stage, dspark, formats, experts) for stage in range(dspark.num_stages)]
         self._collapse = HeadCollapse(weights, f"{last}.hc_head") if config.family == "v4" else None
@@ -91,16 +93,21 @@ class DsparkDrafter:
         self._markov = MarkovHead(weights, f"{last}.markov_head")
         self._confidence = weights.plain_linear(f"{last}.confidence_head.proj.weight")
 
-    def allocate(self, rings: list[Rings], floors: Ints) -> None:
-        """A ring for each stage. Below `floors` [slots], as they are when a block is made, nothing is in them."""
+    @property
+    def hidden_flat(self) -> HiddenFlat | None:
+        """Where experts are multiplied at once: else it is looked who goes where."""
+        return self._hidden if self._experts.are_at_once else None
+
+    def allocate(self, rings: list[Rings], floors: Tensor) -> None:
+        """A ring for each stage. Below `floors` [slots + 1], as they are when a block is made, nothing is in them."""
         self._rings, self._floors = rings, floors
 
-    def keep(self, taps: Tensor, positions: StepPositions) -> None:
+    def keep(self, taps: Tensor, positions: Positions) -> None:
         """Make the context of `positions`, of which the target layers held `taps` [T, L * C].
 
         Positions that are not meant are overwritten when others are computed in their place.
         """
-        write = positions.window(self._config.window, self._rings[0].capacity).write
+        write = positions.window(self._config.window, self._rings[0].capacity).around.write
         context = self._main_norm(self._main_proj(taps.index_select(0, write.kept)))
         turns = self._table.at(positions.positions.index_select(0, write.kept))
         for stage, ring in zip(self._stages, self._rings, strict=True):
@@ -108,9 +115,13 @@ class DsparkDrafter:
 
     def hidden(self, slots: Ints, positions: Tensor, tokens: Tensor) -> Tensor:
         """Of the newest tokens [R] at `positions` [R], and noise behind them: [R, B, C], before the last norm."""
+        if not len(slots):
+            return torch.zeros(0, self.block_size, self._config.hidden_size, device=self._ops.device)
+        return self._hidden(torch.from_numpy(np.ascontiguousarray(slots)).to(self._ops.device), positions, tokens)
+
+    def _hidden(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+        """Of one block at least; nothing depends on what the host knows."""
         num_blocks, num_places = len(slots), self.block_size
-        if not num_blocks:
-            return torch.zeros(0, num_places, self._config.hidden_size, device=self._ops.device)
         ids = torch.full((num_blocks, num_places), self._dspark.noise_token_id, device=self._ops.device)
         ids[:, 0] = tokens
         block_ids = ids.flatten()
@@ -134,14 +145,14 @@ class DsparkDrafter:
             return hidden.new_empty(0)
         return self._ops.sigmoid(self._confidence(torch.cat((hidden, self._markov.embed(previous)), -1))[:, 0])
 
-    def _blocks(self, slots: Ints, anchors: Tensor) -> DraftBlocks:
+    def _blocks(self, slots: Tensor, anchors: Tensor) -> DraftBlocks:
         device, window = anchors.device, self._config.window
         places = anchors[:, None] + torch.arange(self.block_size, device=device)  # [R, B]
         context = anchors[:, None] - window + torch.arange(window, device=device)  # [R, W]
-        floors = torch.from_numpy(np.maximum(self._floors[slots], 0)).to(device)
+        floors = self._floors[slots].clamp(min=0)
         return DraftBlocks(
             turns=self._table.at(places.flatten()),
-            slots=torch.from_numpy(np.ascontiguousarray(slots)).to(device),
+            slots=slots,
             context=context,
             is_hidden=context < floors[:, None],
         )

@@ -80,29 +80,33 @@ class EngramHash:
         if not 0 <= config.pad_id < len(compressed) or compressed[config.pad_id] == NO_TOKEN:
             raise bad_file("config.json", f"engram_pad_token_id: a token was expected, {config.pad_id} came")
         self.max_ngram: Final = config.max_ngram
-        self._primes = primes[index]  # [N - 1, H]
-        num_rows = int(self._primes.sum())
+        self.primes: Final = primes[index]
+        """[N - 1, H]"""
+        num_rows = int(self.primes.sum())
         if num_rows != config.table_rows[index]:
             text = f"the primes of layer {layer} sum up to {num_rows}, {config.table_rows[index]} came"
             raise bad_file("config.json", f"engram_num_embeddings: {text}")
-        self._offsets: Ints = np.cumsum(self._primes) - self._primes.ravel()  # [(N - 1) * H]
-        self._multipliers = _multipliers(config, layer)  # [N]
-        self._pad = compressed[config.pad_id]
-        self._compressed = compressed.copy()
+        self.offsets: Final[Ints] = np.cumsum(self.primes) - self.primes.ravel()
+        """[(N - 1) * H]"""
+        self.multipliers: Final = _multipliers(config, layer)
+        """[N]"""
+        self.pad: Final = int(compressed[config.pad_id])
+        self.compressed: Final = compressed.copy()
+        """[V], `NO_TOKEN` for images."""
         if image_token_id is not None:
-            self._compressed[image_token_id] = NO_TOKEN
+            self.compressed[image_token_id] = NO_TOKEN
 
     def rows(self, tokens: Ints) -> Ints:
         """`tokens` [T, N], newest first, `NO_TOKEN` before the start: row numbers [T, (N - 1) * H].
 
         Behind an image, the start, or an id that is no token, everything older reads as the pad token.
         """
-        ids = np.where(tokens == NO_TOKEN, NO_TOKEN, self._compressed[tokens])  # [T, N]
-        ids[np.logical_or.accumulate(ids == NO_TOKEN, axis=1)] = self._pad
+        ids = np.where(tokens == NO_TOKEN, NO_TOKEN, self.compressed[tokens])  # [T, N]
+        ids[np.logical_or.accumulate(ids == NO_TOKEN, axis=1)] = self.pad
         # The first column is of one token alone: no table is for it.
-        mixed = np.bitwise_xor.accumulate(ids * self._multipliers, axis=1)[:, 1:, None]  # [T, N - 1, 1]
-        buckets: Ints = mixed % self._primes  # [T, N - 1, H]
-        return buckets.reshape(len(tokens), self._offsets.size) + self._offsets
+        mixed = np.bitwise_xor.accumulate(ids * self.multipliers, axis=1)[:, 1:, None]  # [T, N - 1, 1]
+        buckets: Ints = mixed % self.primes  # [T, N - 1, H]
+        return buckets.reshape(len(tokens), self.offsets.size) + self.offsets
 
 
 @contextmanager

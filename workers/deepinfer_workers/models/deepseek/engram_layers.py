@@ -1,4 +1,4 @@
-"""The Engram layers of a model: tables in mapped files, rows fetched ahead, and what they add to the streams.
+"""The Engram layers of a model: tables in mapped files or on the device, rows fetched ahead, what they add to streams.
 
 Knows nothing of blocks or caches.
 
@@ -7,6 +7,7 @@ Legend: `T` positions of a step, padded; `N` longest n-gram; `E` width of what a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from deepinfer_workers.models.deepseek.config import EngramConfig
 from deepinfer_workers.models.deepseek.engram import Engram
 from deepinfer_workers.models.deepseek.engram_hash import NO_TOKEN, compressed_vocabulary, layer_hashes
 from deepinfer_workers.models.deepseek.engram_prefetch import EngramPrefetch, EngramPrefetcher, EngramSource
+from deepinfer_workers.models.deepseek.engram_resident import ResidentTable, fits
 from deepinfer_workers.models.deepseek.engram_table import EngramTable
 from deepinfer_workers.models.deepseek.weights import DeepseekWeights
 from deepinfer_workers.models.model import Step
@@ -49,20 +51,35 @@ class EngramLayers:
         self._device = weights.device
         self._image_token_id = weights.config.image_token_id
         vocabulary = compressed_vocabulary(weights.tensors.path / "tokenizer.json", weights.config.vocab_size)
-        self._sources = [
-            EngramSource(hash_, EngramTable(*_table(weights, f"layers.{layer}.engram.embed")))
-            for layer, hash_ in zip(config.layers, layer_hashes(config, vocabulary, self._image_token_id), strict=True)
-        ]
+        hashes = layer_hashes(config, vocabulary, self._image_token_id)
+        tables = [_table(weights, f"layers.{layer}.engram.embed") for layer in config.layers]
+        self._sources: list[EngramSource] = []
+        self._resident: list[ResidentTable] = []
+        """All tables, or none."""
+        if fits(sum(config.table_rows), config.head_dim, self._device):
+            self._resident = [
+                ResidentTable(hash_, *table, self._device) for hash_, table in zip(hashes, tables, strict=True)
+            ]
+        else:
+            self._sources = [
+                EngramSource(hash_, EngramTable(*table)) for hash_, table in zip(hashes, tables, strict=True)
+            ]
         self._prefetcher: EngramPrefetcher | None = None
+        self._staged: dict[int, list[Tensor]] = {}  # by the number of positions
         self._engrams = [_engram(weights, f"layers.{layer}.engram") for layer in config.layers]
 
-    def allocate(self, num_slots: int) -> None:
-        self._prefetcher = EngramPrefetcher(self._sources, num_slots)
+    @property
+    def are_resident(self) -> bool:
+        """The tables are on the device: steps ask the host for nothing."""
+        return bool(self._resident)
 
-    def prefetch(self, batch: DeviceBatch, starts: Ints) -> EngramPrefetch:
+    def allocate(self, num_slots: int) -> None:
+        if self._sources:
+            self._prefetcher = EngramPrefetcher(self._sources, num_slots)
+
+    def prefetch(self, batch: DeviceBatch, starts: Ints) -> EngramPrefetch | None:
         """Host thread, in the order of the plans."""
-        assert self._prefetcher is not None
-        return self._prefetcher.submit(batch, starts)
+        return None if self._prefetcher is None else self._prefetcher.submit(batch, starts)
 
     def close(self) -> None:
         """End the thread that fetches."""
@@ -71,14 +88,47 @@ class EngramLayers:
 
     def embeddings(self, step: Step, num_positions: int) -> dict[int, Added]:
         """By layer, of the step's first `num_positions`, which are no padding."""
+        if self._resident:
+            return self._added([table.embeddings(step)[:num_positions] for table in self._resident])
+        return self._added([values[:num_positions].to(self._device) for values in self._fetch(step)])
+
+    def stage(self, step: Step) -> None:
+        """Bring what `staged` gives for steps of this size; nothing waits but for the tokens to be known."""
+        if self._resident:
+            return
+        for target, values in zip(self._room(len(step.tokens)), self._fetch(step), strict=True):
+            target.copy_(values)
+
+    def staged(self, step: Step) -> dict[int, Added]:
+        """As `embeddings` of all positions, padding included, so that a CUDA graph can hold it.
+
+        Of tables on the host what was last staged of this many positions, always in the same place.
+        """
+        if self._resident:
+            return self._added([table.embeddings(step) for table in self._resident])
+        return self._added(self._room(len(step.tokens)))
+
+    def _room(self, num_positions: int) -> list[Tensor]:
+        if num_positions not in self._staged:
+            config = self._config
+            width = (config.max_ngram - 1) * config.num_heads * config.head_dim
+            self._staged[num_positions] = [
+                torch.zeros(num_positions, width, device=self._device) for _ in self._engrams
+            ]
+        return self._staged[num_positions]
+
+    def _added(self, embeddings: Sequence[Tensor]) -> dict[int, Added]:
+        return {
+            layer: Added(engram, values, self._image_token_id)
+            for layer, engram, values in zip(self._config.layers, self._engrams, embeddings, strict=True)
+        }
+
+    def _fetch(self, step: Step) -> list[Tensor]:
+        """Of each layer, on the host: [T, E]."""
         assert isinstance(step.prefetched, EngramPrefetch)
         prefetched = step.prefetched
         prefetched.settle(step.rows.counts, len(step.tokens))
-        fetched = prefetched.take(self._ngrams(step, prefetched.missing))
-        return {
-            layer: Added(engram, rows.dequantize()[:num_positions].to(self._device), self._image_token_id)
-            for layer, engram, rows in zip(self._config.layers, self._engrams, fetched, strict=True)
-        }
+        return [rows.dequantize() for rows in prefetched.take(self._ngrams(step, prefetched.missing))]
 
     def _ngrams(self, step: Step, places: Ints) -> Ints:
         """The tokens at `places` [M] and those before them, newest first: [M, N]."""

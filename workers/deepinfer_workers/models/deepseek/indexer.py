@@ -57,32 +57,32 @@ class Indexer:
         x: Tensor,
         turns: Turns,
         num_visible: Tensor,
+        most_visible: int,
         parts: Callable[[slice], Iterable[slice]],
         read: ReadKeys,
         blocks: Tensor | None,
     ) -> Choice:
-        """For positions with query latents [T, Q] and inputs `x` [T, C]; rows below `num_visible` [T] are seen.
+        """For positions with query latents [T, Q] and inputs `x` [T, C]; rows below `num_visible` [T], at most
+        `most_visible`, are seen.
 
         `parts` cuts neighbours among the positions by sequences; `blocks` is what an earlier source published of the
         same rows.
         """
         config, is_bounded = self._config, self._publishes or blocks is not None
-        most_visible = int(num_visible.max())
         if self._takes_all(most_visible, is_bounded):
-            return Choice(all_visible(num_visible), blocks)
-        queries = self._wq(latent).unflatten(1, (config.index_heads, config.index_dim))
-        queries = self._round(self._ops.turn_pairs(queries, *turns))  # [T, h, d]
-        weights = self._weights(x) * self._scale  # [T, h]
+            return Choice(all_visible(num_visible, most_visible), blocks)
+        queries, weights = self._queries(latent, x, turns)
         rows: list[Tensor] = []
         published: list[Tensor] = []
         step = min(max(SCORES_AT_ONCE // most_visible, 1), PIECE)
         for start in range(0, len(x), step):
             some = slice(start, min(start + step, len(x)))
             visible = num_visible[some]
-            if self._takes_all(int(visible.max()), is_bounded):
-                rows.append(all_visible(visible))
+            if self._takes_all(most := int(visible.max()), is_bounded):
+                rows.append(all_visible(visible, most))
                 if self._publishes:
-                    published.append(all_visible(-(-visible // config.candidate_block_size)))
+                    size = config.candidate_block_size
+                    published.append(all_visible(-(-visible // size), -(-most // size)))
                 continue
             found = [row_scores(queries[at], weights[at], num_visible[at], partial(read, at)) for at in parts(some)]
             scores = stacked(found, -torch.inf)  # [t, n]
@@ -92,6 +92,30 @@ class Indexer:
                 scores = keep_blocks(scores, blocks[some], config.candidate_block_size)
             rows.append(best_rows(scores, config.index_topk))
         return Choice(stacked(rows), stacked(published) if self._publishes else blocks)
+
+    def choose_flat(
+        self, latent: Tensor, x: Tensor, turns: Turns, num_visible: Tensor, keys: Tensor, blocks: Tensor | None
+    ) -> Choice:
+        """As `choose`, for positions that bring the index keys of all rows that they may see, `keys` [T, n, d].
+
+        What is computed depends on shapes alone.
+        """
+        config, num_rows = self._config, keys.shape[1]
+        if self._takes_all(num_rows, self._publishes or blocks is not None):
+            return Choice(all_visible(num_visible, num_rows), blocks)
+        queries, weights = self._queries(latent, x, turns)
+        scores = torch.bmm(queries, keys.transpose(1, 2)).relu_().mul_(weights[..., None]).sum(1)  # [T, n]
+        scores.masked_fill_(torch.arange(num_rows, device=x.device) >= num_visible[:, None], -torch.inf)
+        if self._publishes:
+            blocks = best_blocks(scores, num_visible, config.candidate_block_size, config.candidate_blocks)
+        elif blocks is not None:
+            scores = keep_blocks(scores, blocks, config.candidate_block_size)
+        return Choice(best_rows(scores, config.index_topk), blocks)
+
+    def _queries(self, latent: Tensor, x: Tensor, turns: Turns) -> tuple[Tensor, Tensor]:
+        """Turned and rounded, [T, h, d], and how much each head counts, [T, h]."""
+        queries = self._wq(latent).unflatten(1, (self._config.index_heads, self._config.index_dim))
+        return self._round(self._ops.turn_pairs(queries, *turns)), self._weights(x) * self._scale
 
     def _takes_all(self, num_rows: int, is_bounded: bool) -> bool:
         """Without scores it is known what positions choose that see `num_rows` at most."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
@@ -22,10 +23,17 @@ from deepinfer_workers.models.deepseek.attention import StepState
 from deepinfer_workers.models.deepseek.block import Block, Streams, enter
 from deepinfer_workers.models.deepseek.config import DeepseekConfig
 from deepinfer_workers.models.deepseek.dspark import DsparkDrafter
-from deepinfer_workers.models.deepseek.engram_layers import EngramLayers
+from deepinfer_workers.models.deepseek.engram_layers import Added, EngramLayers
+from deepinfer_workers.models.deepseek.flat_positions import DeviceFloors, FlatPositions, Positions
 from deepinfer_workers.models.deepseek.formats import cache_formats
 from deepinfer_workers.models.deepseek.hyper import HeadCollapse, collapse
-from deepinfer_workers.models.deepseek.layer_caches import DeepseekCaches, draft_slot_bytes, slot_bytes, token_bytes
+from deepinfer_workers.models.deepseek.layer_caches import (
+    DeepseekCaches,
+    draft_slot_bytes,
+    rollback,
+    slot_bytes,
+    token_bytes,
+)
 from deepinfer_workers.models.deepseek.moe import ExpertCache
 from deepinfer_workers.models.deepseek.pieces import Pieces
 from deepinfer_workers.models.deepseek.positions import StepPositions
@@ -33,6 +41,9 @@ from deepinfer_workers.models.deepseek.rank_tensors import RankTensors
 from deepinfer_workers.models.deepseek.rope import RopeTable
 from deepinfer_workers.models.deepseek.weights import DeepseekWeights
 from deepinfer_workers.models.model import CacheNeeds, Drafter, ModelOptions, Step
+
+LEAST_CAPTURED: Final = 256
+"""Tokens of the shortest bound of sequences that graphs are made for; a score for each may be computed."""
 
 
 @dataclass
@@ -86,7 +97,6 @@ class Taps:
 class Deepseek:
     """A `Model`: paged compressed rows, windows and pending groups by slot."""
 
-    can_capture = False
     drafter: Drafter | None = None
 
     def __init__(
@@ -141,8 +151,9 @@ class Deepseek:
         self._block_size = limits.block_size
         self._caches = DeepseekCaches(self.config, self._formats, limits, self._ops.device)
         self._floors = SlotFloors(limits.num_slots)
+        self._device_floors = DeviceFloors.of_nobody(limits.num_slots, self._ops.device)
         if self._drafter is not None:
-            self._drafter.allocate(self._caches.draft_rings(), self._floors.decoder)
+            self._drafter.allocate(self._caches.draft_rings(), self._device_floors.decoder)
         if self._engram is not None:
             self._engram.allocate(limits.num_slots)
 
@@ -155,6 +166,8 @@ class Deepseek:
             self._floors.window[slot] = admission.length
             self._floors.rows[slot] = admission.floor
             self._floors.decoder[slot] = max(admission.length, self._decoder_start(admission))
+        if admissions:
+            self._device_floors.take(self._floors.window, self._floors.rows, self._floors.decoder)
 
     def _decoder_start(self, admission: Admission) -> int:
         """Of the prompt, whatever was generated behind it before a preemption: that was computed in full, and is so
@@ -173,9 +186,48 @@ class Deepseek:
         if not len(positions):
             return torch.zeros(len(step.tokens), self.config.hidden_size, device=step.tokens.device)
         engram = None if self._engram is None else self._engram.embeddings(step, len(positions))
+        streams, kept = self._run(positions, engram, self._floors.decoder)
+        return self._leave(streams, kept, len(step.tokens))
+
+    @property
+    def capture_lengths(self) -> Sequence[int]:
+        """Where experts are multiplied at once: else a step looks who goes where."""
+        if not self.experts.are_at_once:
+            return ()
+        lengths = [LEAST_CAPTURED]
+        while lengths[-1] < self.max_len:
+            lengths.append(4 * lengths[-1])
+        return (*lengths[:-1], self.max_len)
+
+    def is_flat(self, batch: DeviceBatch) -> bool:
+        """Rows that decode, so short that rings have room for them behind a window: shapes follow from their number."""
+        return len(batch.sampled) == len(batch.slots) and int(batch.counts.max(initial=0)) <= rollback(self.config)
+
+    @property
+    def needs_host(self) -> bool:
+        return self._engram is not None and not self._engram.are_resident
+
+    def stage(self, step: Step) -> None:
+        """Before `forward_flat` of the same step, what the host has to bring."""
+        if self._engram is not None:
+            self._engram.stage(step)
+
+    def forward_flat(self, step: Step, most_positions: int) -> Tensor:
+        """As `forward`, of a step that `is_flat`, on the device alone: a CUDA graph can hold it."""
+        positions = FlatPositions(step.tokens, step.rows, self._block_size, self._device_floors, most_positions)
+        engram = None if self._engram is None else self._engram.staged(step)
+        streams, kept = self._run(positions, engram, None)
+        return self._leave(streams, kept, len(step.tokens))
+
+    def _run(
+        self, positions: Positions, engram: dict[int, Added] | None, decoder_floors: Ints | None
+    ) -> tuple[Streams, Tensor]:
+        """Streams behind the last layer, and of which positions. `decoder_floors` [slots]: `None`: all have a decoder
+        half."""
+        device = positions.tokens.device
         streams = self._enter(positions)
         state, taps = StepState(), Taps(self.config, is_open=self._drafter is not None)
-        kept = torch.arange(len(positions), device=step.tokens.device)
+        kept = torch.arange(len(positions), device=device)
         for layer, (block, caches) in enumerate(zip(self._blocks, self._caches.layers, strict=True)):
             if engram is not None and layer in engram:
                 streams = engram[layer].add_to(streams, kept, positions.tokens)
@@ -183,9 +235,9 @@ class Deepseek:
             if caches.source is not None:
                 known = block.make_rows(streams, positions, caches, state)
                 self.counts.into_rows[layer] += len(positions)
-            if layer == self.config.decoder_start:
-                floors = self._floors.decoder[positions.pieces.slots]
-                positions, kept = positions.tail(floors)
+            if layer == self.config.decoder_start and isinstance(positions, StepPositions):
+                assert decoder_floors is not None
+                positions, kept = positions.tail(decoder_floors[positions.pieces.slots])
                 if len(kept) < len(streams.values):
                     streams, known = streams.at(kept), None
                     taps.narrow(kept)
@@ -196,7 +248,7 @@ class Deepseek:
             self.counts.through_layer[layer] += len(positions)
         if self._drafter is not None and len(positions):
             self._drafter.keep(taps.values(), positions)
-        return self._leave(streams, kept, len(step.tokens))
+        return streams, kept
 
     def logits(self, hidden: Tensor) -> Tensor:
         self.counts.head += len(hidden)
@@ -224,7 +276,7 @@ class Deepseek:
             floors.rows[slots],
         )
 
-    def _enter(self, positions: StepPositions) -> Streams:
+    def _enter(self, positions: Positions) -> Streams:
         return enter(self._embed(positions.tokens), self.config.hc_mult)
 
     def _embed(self, tokens: Tensor) -> Tensor:

@@ -78,13 +78,16 @@ class ExpertCache:
         `None` where the device does nothing for many at once, has no room for those of all layers, or where not all of
         them are stored in one way.
         """
+        return stack_experts(self._weights, name, own) if self.are_at_once else None
+
+    @property
+    def are_at_once(self) -> bool:
+        """The device has something of it, and room for the experts of all layers."""
         if self._weights.ops.expert_linear is None:
-            return None
+            return False
         if self._most is None:
             self._most = self._find_most()
-        if self._most < self._num_all():
-            return None
-        return stack_experts(self._weights, name, own)
+        return self._most >= self._num_all()
 
     def _num_all(self) -> int:
         """Of all layers and stages, on this rank."""

@@ -8,6 +8,7 @@ Legend: `S` pieces, `T` positions, `W` window, `G` groups that are complete, `K`
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -30,29 +31,58 @@ class RingWrite:
     places: Tensor
 
 
+class Exchange(Protocol):
+    """How the values of a step meet those that a ring holds of earlier ones."""
+
+    @property
+    def write(self) -> RingWrite: ...
+
+    def exchange(self, ring: Rings, own: Tensor, rounded: Tensor) -> Tensor:
+        """What positions look back on, [n, D]; afterwards the ring holds the step's `own` [T, D].
+
+        `rounded` are these as the ring gives them back.
+        """
+
+
+@dataclass(frozen=True)
+class AroundStep:
+    """An `Exchange`: what the ring holds of before, and behind it the step's own, which need not all fit."""
+
+    ring_slots: Tensor
+    ring_places: Tensor
+    write: RingWrite
+
+    def exchange(self, ring: Rings, own: Tensor, rounded: Tensor) -> Tensor:
+        known = torch.cat((ring.read(self.ring_slots, self.ring_places), rounded))
+        ring.write(self.write.slots, self.write.places, own.index_select(0, self.write.kept))
+        return known
+
+
 @dataclass(frozen=True)
 class WindowKeys:
     """Where each position finds the keys of its window."""
 
-    ring_slots: Tensor
-    ring_places: Tensor
+    around: Exchange
     index: Tensor
-    """[T, W in whole tiles] into the ring's keys and the step's own, one behind the other."""
+    """[T, W in whole tiles] into what `around` gives."""
     is_hidden: Tensor
     """[T, W in whole tiles] bool"""
-    write: RingWrite
 
 
 @dataclass(frozen=True)
 class Groups:
     """Compressed rows that a step completes."""
 
-    lookback: Lookback
+    around: Exchange
+    """Of the states of tokens."""
+    index: Tensor
+    """[G, L] into what `around` gives; where groups need no ring, into the step's own states."""
+    is_missing: Tensor
+    """[G, L] bool"""
     token_positions: Tensor
     """[G]: the first token of each."""
     indices: Tensor
     """[G]: where the row goes in the paged cache."""
-    write: RingWrite
 
 
 class StepPositions:
@@ -94,8 +124,7 @@ class StepPositions:
         if self._window is None:
             found = self.pieces.lookback(length, capacity, self._window_floors)
             index, is_hidden = pad_keys(found.index, found.is_missing)
-            write = RingWrite(*self.pieces.last(capacity))
-            self._window = WindowKeys(found.ring_slots, found.ring_places, index, is_hidden, write)
+            self._window = WindowKeys(self._around(found, capacity), index, is_hidden)
         return self._window
 
     def groups(self, shape: GroupShape, pending: Rings | None) -> Groups:
@@ -107,9 +136,16 @@ class StepPositions:
             lookback = self.pieces.lookback(shape.lookback, capacity, self._window_floors, ends)
             where, numbers = (torch.from_numpy(array).to(self.positions.device) for array in (ends, rows))
             indices = self.row_indices(where, numbers[:, None], shape.ratio, null_row=0)[:, 0]
-            write = RingWrite(*self.pieces.last(capacity))
-            self._groups[key] = Groups(lookback, numbers * shape.ratio, indices, write)
+            around = self._around(lookback, capacity)
+            self._groups[key] = Groups(around, lookback.index, lookback.is_missing, numbers * shape.ratio, indices)
         return self._groups[key]
+
+    def _around(self, lookback: Lookback, capacity: int) -> AroundStep:
+        return AroundStep(lookback.ring_slots, lookback.ring_places, RingWrite(*self.pieces.last(capacity)))
+
+    def most_visible(self, ratio: int) -> int:
+        """Of `num_visible`."""
+        return (int(self.pieces.positions.max()) + 1) // ratio
 
     def num_visible(self, ratio: int) -> Tensor:
         """[T]: rows of `ratio` tokens that each position sees, those that it completes itself among them."""
@@ -117,7 +153,11 @@ class StepPositions:
 
     def row_indices(self, where: Tensor | slice, rows: Tensor, ratio: int, null_row: int) -> Tensor:
         """Where the paged cache has `rows` [t, K] of the positions `where` [t]; `null_row` for row -1: [t, K]."""
-        rows_per_block = self._block_size // ratio
-        blocks = torch.div(rows.clamp(min=0), rows_per_block, rounding_mode="floor")
-        tables = self._tables[self._slots[where][:, None], blocks].long()
-        return torch.where(rows < 0, null_row, tables * rows_per_block + rows % rows_per_block)
+        return paged_indices(self._tables, self._slots[where], rows, self._block_size // ratio, null_row)
+
+
+def paged_indices(tables: Tensor, slots: Tensor, rows: Tensor, rows_per_block: int, null_row: int) -> Tensor:
+    """Where the paged cache has `rows` [t, K] of `slots` [t]; `null_row` for row -1: [t, K]."""
+    blocks = torch.div(rows.clamp(min=0), rows_per_block, rounding_mode="floor")
+    found = tables[slots[:, None], blocks].long()
+    return torch.where(rows < 0, null_row, found * rows_per_block + rows % rows_per_block)

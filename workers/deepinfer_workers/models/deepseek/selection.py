@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 
-def all_visible(num_visible: Tensor) -> Tensor:
-    """The first `num_visible` [T] rows: [T, K]."""
-    rows = torch.arange(int(num_visible.max()), device=num_visible.device)
+def all_visible(num_visible: Tensor, most: int) -> Tensor:
+    """The first `num_visible` [T] rows, of which none is above `most`: [T, most]."""
+    rows = torch.arange(most, device=num_visible.device)
     return torch.where(rows < num_visible[:, None], rows, -1)
 
 
