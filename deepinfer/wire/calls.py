@@ -47,7 +47,18 @@ FIRST_PING_S: Final = 0.25
 class Call:
     """One request of a client."""
 
-    __slots__ = ("frame", "id", "is_cancelled", "is_resumable", "last", "limit", "mailbox", "num_deltas", "window")
+    __slots__ = (
+        "frame",
+        "id",
+        "is_cancelled",
+        "is_resumable",
+        "is_resuming",
+        "last",
+        "limit",
+        "mailbox",
+        "num_deltas",
+        "window",
+    )
 
     def __init__(self, id: str, frame: bytes, mailbox: Mailbox, window: int, *, is_resumable: bool) -> None:
         self.id = id
@@ -57,6 +68,8 @@ class Call:
         self.window = window
         self.is_resumable = is_resumable
         self.is_cancelled = False
+        self.is_resuming = False
+        """A RESUME is under way: what follows the gap comes again."""
         self.limit = window
         """Pieces that may have been pushed: what was granted."""
         self.num_deltas = 0
@@ -187,8 +200,10 @@ class ClientSession:
         if call is None or delta.seq < call.num_deltas:
             return
         if delta.seq > call.num_deltas:
-            self._resume(call)
+            if not call.is_cancelled:
+                self._resume(call)
             return
+        call.is_resuming = False
         call.num_deltas += 1
         mailbox = call.mailbox
         if delta.stop is not None:
@@ -223,22 +238,24 @@ class ClientSession:
 
     def _error(self, error: Error, now: float) -> None:
         if error.code == ErrorCode.E_HELLO:
-            self.lose(now)
+            if self.is_welcome:  # else a HELLO is under way
+                self.lose(now)
             return
         call = self._calls.get(error.id)
         if call is not None:
-            if error.seq > call.num_deltas and error.code != ErrorCode.E_NOT_FOUND:
+            if error.seq > call.num_deltas and error.code != ErrorCode.E_NOT_FOUND and not call.is_cancelled:
                 self._resume(call)
             else:
                 self._end(call, from_wire(error))
 
     def _resume(self, call: Call) -> None:
-        if call.is_resumable:
-            call.limit = max(call.limit, call.mailbox.num_taken + call.window)
-            self._say(Resume(id=call.id, next=call.num_deltas, limit=call.limit))
-        else:
+        if not call.is_resumable:
             self._say(Cancel(id=call.id))
             self._end(call, ConnectionLost("a part of the stream was lost"))
+        elif not call.is_resuming:
+            call.is_resuming = True
+            call.limit = max(call.limit, call.mailbox.num_taken + call.window)
+            self._say(Resume(id=call.id, next=call.num_deltas, limit=call.limit))
 
     def _welcomed(self, welcome: Welcome) -> None:
         is_new = self.welcome is None
@@ -250,6 +267,7 @@ class ClientSession:
             self._say(Cancel(id=id))
         self._untold.clear()
         for call in list(self._calls.values()):
+            call.is_resuming = False
             if call.is_cancelled:
                 self._say(Cancel(id=call.id))
             elif not call.num_deltas and (is_new or call.is_resumable):

@@ -1,0 +1,151 @@
+"""What a client says, frame by frame, to a server's own decisions, with a clock of our own and no sockets."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Final, TypeVar
+
+import pytest
+from msgspec.structs import replace
+
+from deepinfer import TokenChunk
+from deepinfer.stream import Mailbox
+from deepinfer.wire.calls import ClientSession
+from deepinfer.wire.session import Load, Pull, Send, ServerSession, Settings
+from deepinfer_protocol import SamplingParams
+from deepinfer_protocol.client import (
+    ClientMessage,
+    Error,
+    ErrorCode,
+    Hello,
+    Ping,
+    Resume,
+    ServerMessage,
+    Submit,
+    decode_client,
+    encode,
+)
+from protocol.client_cases import WELCOME
+
+M = TypeVar("M", bound=ClientMessage)
+SETTINGS: Final = Settings()
+STRANGER: Final = Error.of(ErrorCode.E_HELLO)
+
+
+class Pair:
+    """A client and a server. Frames go to and fro at once; `pulled` streams wait for a chunk of the engine."""
+
+    def __init__(self) -> None:
+        self.client = ClientSession()
+        self.server = ServerSession(
+            replace(WELCOME, limits=SETTINGS.limits, engine="one"), SETTINGS, lambda: Load(1, 1, 1)
+        )
+        self.connection = b"first"
+        self.now = 100.0
+        self.said: list[ClientMessage] = []
+        self.num_heard = 0
+        self.pulled: deque[int] = deque()
+        self.client.hello(self.now)
+        self.settle()
+
+    def settle(self) -> None:
+        """Deliver until both are silent."""
+        while (frames := self.client.take_frames()) or (actions := self.server.take_actions()):
+            for frame in frames:
+                self.said.append(decode_client(frame))
+                self.server.receive(self.connection, [frame], "", self.now)
+            if not frames:
+                self.deliver(self.sent_of(actions))
+
+    def deliver(self, frames: Iterable[bytes]) -> None:
+        for frame in frames:
+            self.num_heard += 1
+            self.client.receive([frame], self.now)
+
+    def sent_of(self, actions: Iterable[object]) -> Iterator[bytes]:
+        for action in actions:
+            if isinstance(action, Pull):
+                self.pulled.append(action.key)
+            elif isinstance(action, Send):
+                yield action.frame
+
+    def submit(self, id: str = "a", *, n: int = 1, credit: int = 1024, resumable: bool = True) -> Mailbox:
+        mailbox = Mailbox(None, n)
+        sampling = SamplingParams(n=n)
+        self.client.submit(Submit(id=id, prompt="x", credit=credit, resumable=resumable, sampling=sampling), mailbox)
+        return mailbox
+
+    def make(self, num_chunks: int) -> list[bytes]:
+        """The frames of as many chunks of one token as are pulled, undelivered."""
+        frames: list[bytes] = []
+        for _ in range(num_chunks):
+            key = self.pulled.popleft()
+            at = self.server._by_key[key][1].num_tokens
+            self.server.chunk(key, TokenChunk("x", (1,), at), self.now)
+            frames += self.sent_of(self.server.take_actions())
+        return frames
+
+    def hear(self, message: ServerMessage) -> list[ClientMessage]:
+        """What the client says to it."""
+        self.client.receive([encode(message)], self.now)
+        return self.spoken()
+
+    def spoken(self) -> list[ClientMessage]:
+        """But pings."""
+        messages = [decode_client(frame) for frame in self.client.take_frames()]
+        return [message for message in messages if not isinstance(message, Ping)]
+
+    def num_said(self, kind: type[M]) -> int:
+        return sum(isinstance(message, kind) for message in self.said)
+
+
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
+
+
+def test_a_new_connection_costs_one_hello_however_many_messages_were_under_way(pair: Pair) -> None:
+    mailboxes = {f"r{index}": pair.submit(f"r{index}") for index in range(64)}
+    pair.settle()
+    pair.connection = b"second"  # ZeroMQ made it without a word
+    pair.said.clear()
+    for id, mailbox in mailboxes.items():
+        mailbox.num_taken += 600
+        pair.client.grant(id)
+    pair.settle()
+    assert pair.num_said(Hello) == 1 and pair.client.num_reconnects == 1
+    assert len([message for message in pair.said if not isinstance(message, Ping)]) == 64 + 1 + 64
+
+
+def test_a_stream_that_is_not_resumable_is_lost_once(pair: Pair) -> None:
+    """A second WELCOME to the same connection would end what was said after the first one."""
+    mailbox = pair.submit(resumable=False)
+    pair.settle()
+    assert [type(message) for message in pair.hear(STRANGER)] == [Hello]
+    assert pair.hear(STRANGER) == [] and not mailbox.is_closed
+
+
+def test_a_gap_is_closed_by_one_resume(pair: Pair) -> None:
+    pair.submit()
+    pair.settle()
+    frames = pair.make(101)
+    pair.said.clear()
+    pair.num_heard = 0
+    pair.deliver(frames[1:])
+    pair.settle()
+    assert pair.num_said(Resume) == 1 and pair.num_heard == 100 + 101
+    assert pair.client._calls["a"].num_deltas == 101
+    pair.deliver(pair.make(2)[1:])
+    pair.settle()
+    assert pair.num_said(Resume) == 2, "a second gap is another one"
+
+
+def test_a_cancelled_stream_is_not_resumed(pair: Pair) -> None:
+    pair.submit()
+    pair.settle()
+    frames = pair.make(3)
+    pair.client.cancel("a")
+    pair.client.take_frames()
+    pair.deliver(frames[1:])
+    assert pair.spoken() == []
