@@ -122,13 +122,19 @@ class ClientSession:
         )
         self._say(hello)
 
+    def window(self, wanted: int) -> int:
+        """As much of `wanted` as a stream can use: a server waits for acks, which come when half of it was read."""
+        most = wanted if self.welcome is None else self.welcome.limits.max_unacked_tokens
+        return max(min(wanted, most), 2)
+
     def submit(self, submit: Submit, mailbox: Mailbox) -> None:
-        """Raises `WireError` for what is no SUBMIT, `DuplicateRequestId`."""
+        """`credit` is the stream's window. Raises `WireError` for what is no SUBMIT, `DuplicateRequestId`."""
         if submit.id in self._calls:
             raise DuplicateRequestId("request_id", f"{submit.id} is open")
         frame = encode(submit)
         decode_client(frame)  # what a server could not read it could not answer either
-        self._calls[submit.id] = Call(submit.id, frame, mailbox, max(submit.credit, 2), is_resumable=submit.resumable)
+        window = self.window(submit.credit)
+        self._calls[submit.id] = Call(submit.id, frame, mailbox, window, is_resumable=submit.resumable)
         if self.is_welcome:
             self._frames.append(frame)
 
@@ -268,6 +274,7 @@ class ClientSession:
         self._untold.clear()
         for call in list(self._calls.values()):
             call.is_resuming = False
+            call.window = self.window(call.window)
             if call.is_cancelled:
                 self._say(Cancel(id=call.id))
             elif not call.num_deltas and (is_new or call.is_resumable):

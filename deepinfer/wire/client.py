@@ -88,7 +88,7 @@ class Client:
         self._options = options
         self._session = session
         self._timeout_s = timeout_s
-        self._window = window
+        self._wanted_window = window
         self._resumable = resumable
         self._is_open = False
         self._is_closed = False
@@ -255,6 +255,10 @@ class Client:
     @property
     def num_reconnects(self) -> int:
         return self._session.num_reconnects
+
+    @property
+    def _window(self) -> int:
+        return self._session.window(self._wanted_window)
 
     def _check_usable(self) -> None:
         if not self._is_open or self._is_closed:

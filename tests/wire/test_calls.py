@@ -149,3 +149,17 @@ def test_a_cancelled_stream_is_not_resumed(pair: Pair) -> None:
     pair.client.take_frames()
     pair.deliver(frames[1:])
     assert pair.spoken() == []
+
+
+@pytest.mark.parametrize("window", [2, 1024, 4096, 8192, 8193, 1 << 20])
+def test_a_stream_that_is_read_goes_on_whatever_the_window(pair: Pair, window: int) -> None:
+    mailbox = pair.submit(credit=window)
+    pair.settle()
+    for _ in range(3 * SETTINGS.max_unacked_tokens):
+        pair.deliver(pair.make(1))
+        mailbox.take()
+        if mailbox.is_paused:
+            mailbox.is_paused = False
+            pair.client.grant("a")
+        pair.settle()
+    assert mailbox.num_taken == 3 * SETTINGS.max_unacked_tokens
