@@ -37,6 +37,7 @@ from deepinfer_protocol.client import (
     decode_server,
     encode,
 )
+from deepinfer_protocol.client.limits import MAX_SAMPLES
 
 NUM_SILENT_PINGS: Final = 3
 """After so many without a word the connection counts as lost."""
@@ -57,16 +58,19 @@ class Call:
         "limit",
         "mailbox",
         "num_deltas",
+        "unfinished",
         "window",
     )
 
-    def __init__(self, id: str, frame: bytes, mailbox: Mailbox, window: int, *, is_resumable: bool) -> None:
-        self.id = id
+    def __init__(self, submit: Submit, frame: bytes, mailbox: Mailbox, window: int) -> None:
+        self.id = submit.id
         self.frame = frame
         """Its SUBMIT."""
         self.mailbox = mailbox
         self.window = window
-        self.is_resumable = is_resumable
+        self.is_resumable = submit.resumable
+        self.unfinished = set(range(min(submit.sampling.n, MAX_SAMPLES)))  # of more the server makes none
+        """Samples whose end the reader does not have."""
         self.is_cancelled = False
         self.is_resuming = False
         """A RESUME is under way: what follows the gap comes again."""
@@ -134,7 +138,7 @@ class ClientSession:
         frame = encode(submit)
         decode_client(frame)  # what a server could not read it could not answer either
         window = self.window(submit.credit)
-        self._calls[submit.id] = Call(submit.id, frame, mailbox, window, is_resumable=submit.resumable)
+        self._calls[submit.id] = Call(submit, frame, mailbox, window)
         if self.is_welcome:
             self._frames.append(frame)
 
@@ -214,20 +218,22 @@ class ClientSession:
         mailbox = call.mailbox
         if delta.stop is not None:
             mailbox.stop_reasons[delta.sample] = delta.stop
-        if delta.reason is not None and mailbox.num_unfinished == 1:
+        if delta.reason is not None and len(call.unfinished) == 1:
             call.last = delta  # the reader is at its end with it, and then knows what FINISH says
             return
-        self._push(mailbox, delta)
+        self._push(call, delta)
         num_unread = mailbox.num_pushed - mailbox.num_taken
         if num_unread > call.window // 2:
             mailbox.is_paused = True  # its reader will ask for more
         elif call.limit - mailbox.num_pushed <= call.window // 2:
             self.grant(call.id)
 
-    def _push(self, mailbox: Mailbox, delta: Delta) -> None:
+    def _push(self, call: Call, delta: Delta) -> None:
         for piece in pieces_of(delta):
-            mailbox.num_pushed += 1
-            mailbox.push(piece)
+            call.mailbox.num_pushed += 1
+            call.mailbox.push(piece)
+        if delta.reason is not None:
+            call.unfinished.discard(delta.sample)
 
     def _finish(self, finish: Finish) -> None:
         call = self._calls.get(finish.id)
@@ -312,9 +318,9 @@ class ClientSession:
     def _end(self, call: Call, error: DeepInferError | None) -> None:
         self._calls.pop(call.id, None)
         if call.last is not None:
-            self._push(call.mailbox, call.last)
+            self._push(call, call.last)
         if error is None and not call.mailbox.is_closed:  # cancelled, and what was on its way is not waited for
-            for sample in range(call.mailbox.num_unfinished):
+            for sample in sorted(call.unfinished):
                 call.mailbox.push((sample, None, "", None, "abort"))
         call.mailbox.close(error)
 

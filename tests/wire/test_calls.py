@@ -13,9 +13,10 @@ from deepinfer import TokenChunk
 from deepinfer.stream import Mailbox
 from deepinfer.wire.calls import ClientSession
 from deepinfer.wire.session import Load, Pull, Send, ServerSession, Settings
-from deepinfer_protocol import SamplingParams
+from deepinfer_protocol import SamplingParams, pack_int32
 from deepinfer_protocol.client import (
     ClientMessage,
+    Delta,
     Error,
     ErrorCode,
     Hello,
@@ -163,3 +164,13 @@ def test_a_stream_that_is_read_goes_on_whatever_the_window(pair: Pair, window: i
             pair.client.grant("a")
         pair.settle()
     assert mailbox.num_taken == 3 * SETTINGS.max_unacked_tokens
+
+
+def test_a_cancel_out_of_reach_ends_the_samples_that_had_not_ended(pair: Pair) -> None:
+    mailbox = pair.submit(n=3)
+    pair.hear(Delta(id="a", seq=0, sample=1, token_ids=pack_int32([7]), reason="stop"))
+    pair.client.lose(pair.now)
+    pair.client.cancel("a")
+    ends = {chunk.sample_index: chunk.finish_reason for chunk in iter(mailbox.take, None)}
+    assert ends == {1: "stop", 0: "abort", 2: "abort"}
+    assert mailbox.is_closed and pair.client.num_open == 0
