@@ -41,8 +41,8 @@ from deepinfer_protocol.client.limits import MAX_SAMPLES
 
 NUM_SILENT_PINGS: Final = 3
 """After so many without a word the connection counts as lost."""
-FIRST_PING_S: Final = 0.25
-"""How often HELLO is said until there is a WELCOME."""
+HELLO_S: Final = 1.0
+"""How often HELLO is said while no server has told its `ping_ms`."""
 
 
 class Call:
@@ -102,6 +102,7 @@ class ClientSession:
         self._heard_s = -inf
         self._said_s = -inf
         self._lost_s = inf  # since when the server is out of reach
+        self._hello_not_before_s = -inf  # a server that is full has said so
 
     def take_frames(self) -> list[bytes]:
         frames, self._frames = self._frames, []
@@ -114,7 +115,9 @@ class ClientSession:
     # ---- what the user does
 
     def hello(self, now: float) -> None:
-        """Say who we are: at the start, and again whenever the server does not know us."""
+        """Say who we are: at the start, and again whenever the server does not know us, unless it wants no HELLO."""
+        if self.rejection is not None or now < self._hello_not_before_s:
+            return
         self._said_s = now
         self._lost_s = min(self._lost_s, now)
         hello = Hello(
@@ -199,7 +202,7 @@ class ClientSession:
             case Welcome():
                 self._welcomed(message)
             case Reject():
-                self._rejected(message)
+                self._rejected(message, now)
             case Pong():
                 self.pong = message
             case GoAway():
@@ -290,8 +293,11 @@ class ClientSession:
             else:
                 self._end(call, ConnectionLost("the stream was lost with the connection"))
 
-    def _rejected(self, reject: Reject) -> None:
+    def _rejected(self, reject: Reject, now: float) -> None:
+        self.is_welcome = False
+        self._lost_s = min(self._lost_s, now)
         if reject.retryable:
+            self._hello_not_before_s = now + reject.retry_after_ms / 1000
             return
         self.rejection = ConnectionRejected(f"{reject.name}: {reject.text}")
         self.fail_all(self.rejection)
@@ -300,13 +306,13 @@ class ClientSession:
 
     def tick(self, now: float) -> None:
         """To be called a few times a second."""
-        if self.welcome is None or not self.is_welcome:
-            if now - self._said_s >= FIRST_PING_S:
+        ping_s = HELLO_S if self.welcome is None else self.welcome.limits.ping_ms / 1000
+        if not self.is_welcome:
+            if now - self._said_s >= ping_s:
                 self.hello(now)
             if now - self._lost_s > self._give_up_s:
                 self.fail_all(ConnectionLost(f"the server was out of reach for {self._give_up_s:g} s"))
             return
-        ping_s = self.welcome.limits.ping_ms / 1000
         if now - self._heard_s > NUM_SILENT_PINGS * ping_s and now - self._said_s < 2 * ping_s:
             self.lose(now)
         elif now - self._said_s >= ping_s:

@@ -21,6 +21,7 @@ from deepinfer_protocol.client import (
     ErrorCode,
     Hello,
     Ping,
+    Reject,
     Resume,
     ServerMessage,
     Submit,
@@ -101,6 +102,27 @@ class Pair:
         return sum(isinstance(message, kind) for message in self.said)
 
 
+def hellos_over(client: ClientSession, *, seconds: int) -> int:
+    """How often it has said so by then, ticking ten times a second."""
+    num_hellos = 0
+    for tick in range(10 * seconds + 1):
+        client.tick(tick / 10)
+        num_hellos += len(client.take_frames())
+    return num_hellos
+
+
+def reject(*, retryable: bool, retry_after_ms: int = 0) -> Reject:
+    return Reject(
+        code=20,
+        name="E_OVERLOADED",
+        text="full",
+        min_version=1,
+        max_version=1,
+        retryable=retryable,
+        retry_after_ms=retry_after_ms,
+    )
+
+
 @pytest.fixture
 def pair() -> Pair:
     return Pair()
@@ -117,6 +139,27 @@ def test_a_new_connection_costs_one_hello_however_many_messages_were_under_way(p
     pair.settle()
     assert pair.num_said(Hello) == 1 and pair.client.num_reconnects == 1
     assert len([message for message in pair.said if not isinstance(message, Ping)]) == 64 + 1 + 64
+
+
+def test_hello_is_repeated_every_second_until_there_is_a_welcome_and_then_every_ping(pair: Pair) -> None:
+    client = ClientSession()
+    client.hello(0.0)
+    assert hellos_over(client, seconds=10) == 1 + 10
+    pair.client.lose(0.0)
+    pair.client.take_frames()
+    assert hellos_over(pair.client, seconds=10) == round(10 / SETTINGS.ping_s)
+
+
+def test_a_server_that_is_full_says_when_and_one_that_refuses_hears_nothing_more() -> None:
+    client = ClientSession()
+    client.hello(0.0)
+    client.receive([encode(reject(retryable=True, retry_after_ms=7000))], 0.5)
+    assert hellos_over(client, seconds=7) == 1
+    assert hellos_over(client, seconds=9) == 1 + 1
+    client.receive([encode(reject(retryable=False))], 9.5)
+    assert hellos_over(client, seconds=60) == 0
+    client.lose(60.0)
+    assert client.take_frames() == []
 
 
 def test_a_stream_that_is_not_resumable_is_lost_once(pair: Pair) -> None:
