@@ -11,6 +11,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum, auto
 from typing import Final, NamedTuple
 
 import zmq
@@ -29,6 +30,15 @@ class Arrival(NamedTuple):
     parts: list[bytes]
     user: str
     """Who the transport says sent it; empty where it does not say."""
+
+
+class Offer(Enum):
+    """What became of a message that was to be sent."""
+
+    TAKEN = auto()
+    FULL = auto()
+    """Nobody reads, or, of a socket that waits for its peer, nobody is there."""
+    GONE = auto()
 
 
 class LoopSocket:
@@ -69,15 +79,21 @@ class LoopSocket:
 
     def send(self, parts: Sequence[bytes]) -> bool:
         """False: nobody is there, or nobody reads, and nothing was sent."""
+        return self.offer(parts) is Offer.TAKEN
+
+    def offer(self, parts: Sequence[bytes]) -> Offer:
+        """Send it, if it can be sent at once."""
         if self._socket.closed:
-            return False
+            return Offer.GONE
         try:
             self._socket.send_multipart(parts, zmq.NOBLOCK)
+        except zmq.Again:
+            return Offer.FULL
         except zmq.ZMQError:
-            return False
+            return Offer.GONE
         finally:
             self._look()
-        return True
+        return Offer.TAKEN
 
     def close(self) -> None:
         """Nothing is delivered from here on."""

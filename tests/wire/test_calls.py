@@ -59,6 +59,8 @@ class Pair:
                 self.server.receive(self.connection, [frame], "", self.now)
             if not frames:
                 self.deliver(self.sent_of(actions))
+            if self.server.is_behind:
+                self.server.resend()
 
     def deliver(self, frames: Iterable[bytes]) -> None:
         for frame in frames:

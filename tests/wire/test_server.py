@@ -1,0 +1,106 @@
+"""How the shell of a server sends: a full queue waits, one that is gone is left alone, and turns are short."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+import zmq
+
+from deepinfer import Engine, connect
+from deepinfer.wire.server import MAX_WAITING, WireServer
+from deepinfer.wire.session import Send
+from deepinfer.wire.socket import Offer
+from deepinfer_protocol.client import Hello, encode
+from doubles.reading import PROMPT, greedy, tokens_of, wanted
+from wire.conftest import QUICK
+from wire.proxy import Proxy
+
+A, B = b"a", b"b"
+
+
+class Queues:
+    """In place of a socket: what each connection was sent."""
+
+    def __init__(self, server: WireServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.offers: dict[bytes, Offer] = {}
+        self.sent: dict[bytes, list[bytes]] = {A: [], B: []}
+        self.num_offered = Counter[bytes]()
+        self._session = server._session
+        monkeypatch.setattr(server._socket, "offer", self.offer)
+        for connection in (A, B):
+            hello = Hello(min_version=1, max_version=1, session=f"a-session-of-tests-{connection.decode()}")
+            self._session.receive(connection, [encode(hello)], "", server._now())
+        server._act()
+        self.sent = {A: [], B: []}
+        self.num_offered.clear()
+
+    def offer(self, parts: tuple[bytes, bytes]) -> Offer:
+        connection, frame = parts
+        self.num_offered[connection] += 1
+        offer = self.offers.get(connection, Offer.TAKEN)
+        if offer is Offer.TAKEN:
+            self.sent[connection].append(frame)
+        return offer
+
+    def send(self, server: WireServer, connection: bytes, *frames: bytes) -> None:
+        self._session._actions += [Send(connection, frame) for frame in frames]
+        server._act()
+
+
+@pytest.fixture
+async def queues(server: WireServer, monkeypatch: pytest.MonkeyPatch) -> Queues:
+    return Queues(server, monkeypatch)
+
+
+async def test_what_a_full_connection_is_sent_waits_in_its_order(server: WireServer, queues: Queues) -> None:
+    queues.offers[A] = Offer.FULL
+    queues.send(server, A, b"1", b"2")
+    queues.send(server, B, b"1")
+    assert queues.sent == {A: [], B: [b"1"]} and server.num_connections == 2
+    queues.offers[A] = Offer.TAKEN
+    queues.send(server, A, b"3")
+    async with asyncio.timeout(5):
+        while len(queues.sent[A]) < 3:  # noqa: ASYNC110 (a timer)
+            await asyncio.sleep(0.005)
+    queues.send(server, A, b"4")
+    assert queues.sent[A] == [b"1", b"2", b"3", b"4"]
+
+
+async def test_a_connection_that_stays_full_is_lost(server: WireServer, queues: Queues) -> None:
+    queues.offers[A] = Offer.FULL
+    queues.send(server, A, *[b"x"] * MAX_WAITING)
+    assert server.num_connections == 2
+    queues.send(server, A, *[b"x"] * 1000)
+    assert server.num_connections == 1
+    await asyncio.sleep(0.05)
+    assert server._full == {}
+
+
+async def test_a_connection_that_was_lost_is_not_sent_the_rest(server: WireServer, queues: Queues) -> None:
+    queues.offers[A] = Offer.GONE
+    queues.send(server, A, *[b"x"] * 1000)
+    assert queues.num_offered[A] == 1 and server.num_connections == 1
+
+
+async def test_a_resume_of_many_streams_costs_one_connection(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = WireServer._options
+    monkeypatch.setattr(WireServer, "_options", lambda server: options(server) | {zmq.SNDHWM: 4})
+    async with (
+        WireServer(engine, "tcp://127.0.0.1:*", settings=QUICK) as server,
+        Proxy(int(server.url.rpartition(":")[2])) as proxy,
+        connect(f"tcp://127.0.0.1:{proxy.port}", window=4096) as client,
+    ):
+        streams = [client.stream([*PROMPT, index], greedy(500)) for index in range(16)]
+        readers = [asyncio.create_task(tokens_of(stream)) for stream in streams]
+        await asyncio.sleep(0.1)
+        proxy.cut()
+        async with asyncio.timeout(10):
+            while server.num_open:  # noqa: ASYNC110 (they go on unheard)
+                await asyncio.sleep(0.02)
+        proxy.mend()
+        async with asyncio.timeout(20):
+            for index, reader in enumerate(readers):
+                assert await reader == wanted(500, [*PROMPT, index])
+        assert client.num_reconnects == 1
