@@ -111,7 +111,7 @@ class WireServer:
             zmq.LINGER: 0,
             zmq.MAXMSGSIZE: MAX_FRAME_BYTES,
             zmq.SNDHWM: 4096,
-            zmq.RCVHWM: 1024,
+            zmq.RCVHWM: 16,  # messages of a peer in memory, each of up to 4 MiB: those behind them stay with it
             zmq.HEARTBEAT_IVL: 1000,
             zmq.HEARTBEAT_TIMEOUT: 5000,
             zmq.HANDSHAKE_IVL: 5000,

@@ -12,11 +12,14 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
+from time import monotonic
 from typing import Final, NamedTuple
 
 import zmq
 
 MAX_READS_AT_ONCE: Final = 64
+MAX_READ_S: Final = 0.005
+"""How long messages are read and handled before others have their turn; one may take longer."""
 MAX_PARTS_KEPT: Final = 3
 """Of a message: what comes behind them is counted, not kept."""
 
@@ -110,6 +113,7 @@ class LoopSocket:
 
     def _read(self) -> None:
         self._is_read_due = False
+        until_s = monotonic() + MAX_READ_S
         for _ in range(MAX_READS_AT_ONCE):
             if self._socket.closed:
                 return
@@ -121,6 +125,8 @@ class LoopSocket:
                 self._on_message(arrival)
             except Exception:  # those behind it are read all the same: no further edge would tell of them
                 log.exception("a message could not be handled")
+            if monotonic() >= until_s:
+                break
         if not self._socket.closed:
             self._look()
 

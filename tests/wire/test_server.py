@@ -9,6 +9,7 @@ import pytest
 import zmq
 
 from deepinfer import Engine, connect
+from deepinfer.wire import socket
 from deepinfer.wire.server import MAX_WAITING, WireServer
 from deepinfer.wire.session import Send
 from deepinfer.wire.socket import Offer
@@ -104,3 +105,33 @@ async def test_a_resume_of_many_streams_costs_one_connection(engine: Engine, mon
             for index, reader in enumerate(readers):
                 assert await reader == wanted(500, [*PROMPT, index])
         assert client.num_reconnects == 1
+
+
+async def test_what_takes_long_to_read_leaves_turns_to_others(
+    server: WireServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a clock that a message moves by 2 ms."""
+    clock = [0.0]
+    monkeypatch.setattr(socket, "monotonic", lambda: clock[0])
+    turns = Counter[int]()
+    turn = 0
+
+    def arrive(arrival: socket.Arrival) -> None:
+        turns[turn] += 1
+        clock[0] += 0.002
+
+    monkeypatch.setattr(server._socket, "_on_message", arrive)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.connect(server.url)
+        for _ in range(40):
+            dealer.send(b"x")
+        async with asyncio.timeout(5):
+            while turns.total() < 40:
+                turn += 1
+                await asyncio.sleep(0)
+    assert max(turns.values()) <= 3
+
+
+async def test_what_one_peer_can_have_in_the_memory_of_a_server_is_bounded(server: WireServer) -> None:
+    options = server._options()
+    assert (options[zmq.RCVHWM], options[zmq.MAXMSGSIZE]) == (16, 4 * 1024 * 1024)
