@@ -87,13 +87,13 @@ async def test_a_connection_that_was_lost_is_not_sent_the_rest(server: WireServe
 
 async def test_a_resume_of_many_streams_costs_one_connection(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     options = WireServer._options
-    monkeypatch.setattr(WireServer, "_options", lambda server: options(server) | {zmq.SNDHWM: 4})
+    monkeypatch.setattr(WireServer, "_options", lambda server: options(server) | {zmq.SNDHWM: 16})
     async with (
         WireServer(engine, "tcp://127.0.0.1:*", settings=QUICK) as server,
         Proxy(int(server.url.rpartition(":")[2])) as proxy,
         connect(f"tcp://127.0.0.1:{proxy.port}", window=4096) as client,
     ):
-        streams = [client.stream([*PROMPT, index], greedy(500)) for index in range(16)]
+        streams = [client.stream([*PROMPT, index], greedy(300)) for index in range(16)]
         readers = [asyncio.create_task(tokens_of(stream)) for stream in streams]
         await asyncio.sleep(0.1)
         proxy.cut()
@@ -103,7 +103,7 @@ async def test_a_resume_of_many_streams_costs_one_connection(engine: Engine, mon
         proxy.mend()
         async with asyncio.timeout(20):
             for index, reader in enumerate(readers):
-                assert await reader == wanted(500, [*PROMPT, index])
+                assert await reader == wanted(300, [*PROMPT, index])
         assert client.num_reconnects == 1
 
 
