@@ -199,6 +199,9 @@ class WireServer:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
+            for key, reading in self._streams.items():
+                if reading.stream.is_over:
+                    self._session.over(key, self._now())
             self._session.tick(self._now())
             self._act()
 

@@ -142,6 +142,7 @@ class Stream:
         "first_token_s",
         "id",
         "is_cancelled",
+        "is_over",
         "is_pulled",
         "is_resumable",
         "kept",
@@ -171,6 +172,7 @@ class Stream:
         self.ended_s = inf
         self.is_pulled = False  # a chunk is being read
         self.is_cancelled = False
+        self.is_over = False  # the engine has no more tokens of it
         self.num_tokens = 0
         self.num_unfinished = submit.sampling.n
         self.reason: Reason = "abort"
@@ -185,7 +187,7 @@ class Stream:
         """May more of it be read? The end always may."""
         if self.last is not None or self.is_pulled:
             return False
-        if self.is_cancelled or self.num_unfinished <= 0:
+        if self.is_cancelled or self.is_over or self.num_unfinished <= 0:
             return True
         return self.num_tokens < self.credit and self.num_unacked_tokens < max_unacked_tokens
 
@@ -520,6 +522,13 @@ class ServerSession:
                 stream.keep(frame, len(delta.token_ids) // 4)
             self._tell(stream, frame, stream.next_seq - 1)
         self._pull(stream, now)
+
+    def over(self, key: int, now: float) -> None:
+        """A stream has ended, all of its tokens were read: its end needs no credit."""
+        if key in self._by_key:
+            stream = self._by_key[key][1]
+            stream.is_over = True
+            self._pull(stream, now)
 
     def end(self, key: int, num_prompt_tokens: int, num_cached_tokens: int, num_preemptions: int, now: float) -> None:
         """A `Pull` found the end of the stream."""

@@ -8,17 +8,20 @@ from collections import Counter
 import pytest
 import zmq
 
-from deepinfer import Engine, connect
+from deepinfer import Client, Engine, InvalidRequest, SamplingParams, connect
+from deepinfer.stream import Mailbox
 from deepinfer.wire import socket
 from deepinfer.wire.server import MAX_WAITING, WireServer
 from deepinfer.wire.session import Send
 from deepinfer.wire.socket import Offer
-from deepinfer_protocol.client import Hello, encode
+from deepinfer_protocol import pack_int32
+from deepinfer_protocol.client import Hello, Submit, encode
 from doubles.reading import PROMPT, greedy, tokens_of, wanted
 from wire.conftest import QUICK
 from wire.proxy import Proxy
 
 A, B = b"a", b"b"
+SHORTLY_S = 3.0
 
 
 class Queues:
@@ -105,6 +108,29 @@ async def test_a_resume_of_many_streams_costs_one_connection(engine: Engine, mon
             for index, reader in enumerate(readers):
                 assert await reader == wanted(300, [*PROMPT, index])
         assert client.num_reconnects == 1
+
+
+@pytest.mark.parametrize(
+    ("timeout_ms", "params"), [(None, SamplingParams(top_p=7.0)), (50, SamplingParams(max_tokens=5))]
+)
+async def test_an_end_is_told_without_credit(
+    engine: Engine, client: Client, timeout_ms: int | None, params: SamplingParams
+) -> None:
+    """Of a request that is refused, and of one that waits behind 32 others until its time is over."""
+    others = [client.stream(PROMPT, greedy(20_000)) for _ in range(32)]
+    await asyncio.gather(*[anext(stream) for stream in others])
+    submit = Submit(id="r", token_ids=pack_int32(PROMPT), sampling=params, credit=0, timeout_ms=timeout_ms)
+    mailbox = Mailbox(asyncio.get_running_loop())
+    client._session.submit(submit, mailbox)
+    client._flush()
+    async with asyncio.timeout(SHORTLY_S):
+        while not mailbox.is_closed:  # noqa: ASYNC110 (it has no reader)
+            await asyncio.sleep(0.01)
+    if timeout_ms is None:
+        assert isinstance(mailbox.error, InvalidRequest) and mailbox.error.field == "top_p"
+    else:
+        chunk = mailbox.take()
+        assert mailbox.error is None and chunk is not None and chunk.finish_reason == "timeout"
 
 
 async def test_what_takes_long_to_read_leaves_turns_to_others(

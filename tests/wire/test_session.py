@@ -130,6 +130,18 @@ def test_credit_pauses_a_stream_and_only_grows(server: Server) -> None:
     assert deltas(server.feed(10)) == [2, 3, 4]
 
 
+def test_an_end_needs_no_credit(server: Server) -> None:
+    server.say(A, submit(credit=0))
+    assert server.wanted(Start) == [Start(0, submit(credit=0))] and server.wanted(Pull) == []
+    server.session.over(0, server.now)
+    server.session.over(0, server.now)
+    server.heard(A)
+    assert server.wanted(Pull) == [Pull(0)]
+    server.session.fail(0, InvalidRequest("top_p", "7"), server.now)
+    (error,) = server.heard(A)
+    assert isinstance(error, Error) and error.field == "top_p"
+
+
 def test_a_stream_without_credit_ends_as_a_slow_consumer(server: Server) -> None:
     server.say(A, submit(credit=1))
     server.feed(1)
