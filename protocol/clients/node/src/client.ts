@@ -96,6 +96,7 @@ export class Client {
     if (!Number.isInteger(window) || window < 2 || window > 2 ** 20) {
       throw new RangeError(`window: ${window}, 2 to ${2 ** 20} is expected`);
     }
+    if (curve !== undefined) checkKeys(curve);
     this.window = window;
     this.session = new Session({ session: randomBytes(24).toString('base64url'), token, name: NAME, giveUpMs });
     this.socket = new Dealer({
@@ -259,6 +260,13 @@ export class Client {
       this.session.hello(performance.now());
       this.flush();
     }, RETRY_MS);
+  }
+}
+
+/** Without one of them ZeroMQ would make a connection in plain text. */
+function checkKeys(curve: Curve): void {
+  for (const name of ['serverKey', 'publicKey', 'secretKey'] as const) {
+    if (!curve[name]) throw new RangeError(`${name}: all three keys are needed, or no curve`);
   }
 }
 
