@@ -165,8 +165,7 @@ export class Client {
       window,
     );
     this.flush();
-    if (signal?.aborted) stream.cancel();
-    else signal?.addEventListener('abort', () => stream.cancel(), { once: true });
+    if (signal !== undefined) listen(signal, stream);
     return stream;
   }
 
@@ -268,6 +267,13 @@ function checkKeys(curve: Curve): void {
   for (const name of ['serverKey', 'publicKey', 'secretKey'] as const) {
     if (!curve[name]) throw new RangeError(`${name}: all three keys are needed, or no curve`);
   }
+}
+
+function listen(signal: AbortSignal, stream: TokenStream): void {
+  if (signal.aborted) return stream.cancel();
+  const abort = () => stream.cancel();
+  signal.addEventListener('abort', abort);
+  stream.onClosed = () => signal.removeEventListener('abort', abort);
 }
 
 function asRequest(prompt: Prompt): Request {
