@@ -110,16 +110,21 @@ export class Client {
       heartbeatInterval: 1000,
       heartbeatTimeout: 5000,
     });
-    if (curve !== undefined) {
-      this.socket.curveServerKey = curve.serverKey;
-      this.socket.curvePublicKey = curve.publicKey;
-      this.socket.curveSecretKey = curve.secretKey;
+    try {
+      if (curve !== undefined) {
+        this.socket.curveServerKey = curve.serverKey;
+        this.socket.curvePublicKey = curve.publicKey;
+        this.socket.curveSecretKey = curve.secretKey;
+      }
+      this.socket.connect(url);
+      this.session.hello(performance.now());
+    } catch (error) {
+      this.socket.close();
+      throw error;
     }
-    this.socket.connect(url);
     this.opened = this.welcomed(timeoutMs);
     this.ticking = setInterval(() => this.tick(), TICK_MS);
     void this.receive();
-    this.session.hello(performance.now());
     this.flush();
   }
 

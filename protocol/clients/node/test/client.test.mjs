@@ -10,6 +10,25 @@ import { Client, connect } from '../dist/client.js';
 
 const NOBODY = 'ipc:///tmp/deepinfer-nobody.sock';
 
+/** `close` itself cannot be replaced; it is shadowed. */
+async function countCloses(work) {
+  const { close } = Dealer.prototype;
+  let numClosed = 0;
+  Object.defineProperty(Dealer.prototype, 'close', {
+    configurable: true,
+    value() {
+      numClosed += 1;
+      close.call(this);
+    },
+  });
+  try {
+    await work();
+  } finally {
+    delete Dealer.prototype.close;
+  }
+  return numClosed;
+}
+
 function timers() {
   return process.getActiveResourcesInfo().filter((name) => name === 'Timeout').length;
 }
@@ -17,10 +36,10 @@ function timers() {
 test('a stream that has ended listens to its signal no longer', async () => {
   const client = new Client(NOBODY, {});
   const { signal } = new AbortController();
-  const streams = Array.from({ length: 20 }, () => client.stream([1], {}, { signal }));
-  assert.equal(getEventListeners(signal, 'abort').length, 20);
-  for (const stream of streams.slice(0, 10)) stream.cancel();
-  assert.equal(getEventListeners(signal, 'abort').length, 10);
+  const streams = Array.from({ length: 8 }, () => client.stream([1], {}, { signal }));
+  assert.equal(getEventListeners(signal, 'abort').length, 8);
+  for (const stream of streams.slice(0, 4)) stream.cancel();
+  assert.equal(getEventListeners(signal, 'abort').length, 4);
   const failing = streams.at(-1).next();
   client.close();
   await assert.rejects(failing);
@@ -44,11 +63,10 @@ for (const [name, url, options] of [
   ['key', NOBODY, { curve: { serverKey: 'k', publicKey: 'k', secretKey: 'k' } }],
   ['token', NOBODY, { token: 'x'.repeat(300) }],
 ]) {
-  test(`a ${name} that is none leaves no socket and no timer`, async (context) => {
-    const close = context.mock.method(Dealer.prototype, 'close');
+  test(`a ${name} that is none leaves no socket and no timer`, async () => {
     const before = timers();
-    await assert.rejects(connect(url, options));
-    assert.equal(close.mock.callCount(), 1);
+    const numClosed = await countCloses(() => assert.rejects(connect(url, options)));
+    assert.equal(numClosed, 1);
     assert.equal(timers(), before);
   });
 }
