@@ -33,7 +33,7 @@ from deepinfer.grammar_compiler import GrammarCompiler
 from deepinfer.group import ProgressReport, WorkerGroup
 from deepinfer.home import CallerLoop, OwnThread, call_threadsafe
 from deepinfer.intake import Intake, Messages, Prompt
-from deepinfer.many import generate_many
+from deepinfer.many import generate_many, num_at_once
 from deepinfer.mask_thread import MaskThread
 from deepinfer.metrics import EngineMetrics, Metric
 from deepinfer.migrating import rename_options, rename_settings
@@ -396,7 +396,9 @@ class Engine:
 
         Never queues more than the engine admits. Raises the first refusal or failure, and then ends the rest.
         """
-        return await generate_many(self, prompts, params, progress=progress, options=options)
+        return await generate_many(
+            self, prompts, params, at_once=num_at_once(self.config), progress=progress, options=options
+        )
 
     async def abort(self, request_id: str) -> None:
         """End the open request of this id, if there is one. Its reader gets a last chunk, `abort`.
