@@ -297,6 +297,7 @@ class Engine:
         priority: int = 0,
         queue_timeout_s: float | None = None,
         timeout_s: float | None = None,
+        traceparent: str | None = None,
         **elsewhere: Any,
     ) -> TokenStream:
         """Submit a request, now, and return its stream at once; refusals are raised at the first read.
@@ -306,7 +307,8 @@ class Engine:
         model without such a choice refuses them; `None` is its default. A model that thinks streams its reasoning,
         `</think>` and its answer, with tool calls as it spells them. `params` stay as they are given.
         Lower `priority` goes first. A request that has not started after `queue_timeout_s`, or not ended after
-        `timeout_s`, ends with that as its finish reason. Chunks are deltas, never the text so far.
+        `timeout_s`, ends with that as its finish reason. Chunks are deltas, never the text so far. `traceparent` (W3C
+        Trace Context) is what the caller's own trace calls the request; a `Trace` names it.
 
         `elsewhere`: arguments by the names that other engines have for them (docs/migrating.md).
         """
@@ -324,6 +326,7 @@ class Engine:
                 priority=priority,
                 queue_timeout_s=queue_timeout_s,
                 timeout_s=timeout_s,
+                traceparent=traceparent,
             )
         request_id = secrets.token_hex(8) if request_id is None else request_id
         mailbox = Mailbox(None)
@@ -344,6 +347,7 @@ class Engine:
                 priority=priority,
                 queue_timeout_s=queue_timeout_s,
                 timeout_s=timeout_s,
+                traceparent=traceparent,
             )
             abort = partial(self._post_threadsafe, self._core.abort, request)
             resume = partial(self._post_threadsafe, self._core.resume, request)

@@ -208,6 +208,7 @@ class Client:
         priority: int = 0,
         queue_timeout_s: float | None = None,
         timeout_s: float | None = None,
+        traceparent: str | None = None,
         **elsewhere: Any,
     ) -> TokenStream:
         """As `Engine.stream`. An id has letters, digits, `_` and `-`; prompt logprobs do not travel."""
@@ -223,6 +224,7 @@ class Client:
             "priority": priority,
             "queue_timeout_s": queue_timeout_s,
             "timeout_s": timeout_s,
+            "traceparent": traceparent,
         }
         mailbox = Mailbox(None)
         id = secrets.token_hex(8) if request_id is None else request_id
@@ -354,6 +356,7 @@ class Client:
                 timeout_ms=_millis("timeout_s", options["timeout_s"]),
                 resumable=self._resumable,
                 credit=self._window,
+                traceparent=options["traceparent"],
             )
         except InvalidRequest:
             raise

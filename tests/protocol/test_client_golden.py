@@ -7,9 +7,9 @@ from typing import Final, get_args
 
 import pytest
 
-from deepinfer_protocol.client import CLIENT_VERSION, ClientMessage, ServerMessage, encode
+from deepinfer_protocol.client import CLIENT_VERSION, ClientMessage, ServerMessage
 from protocol.client_cases import raw
-from protocol.client_frames import Frame, decode, from_readable, golden_frames, read_golden, verdict_of
+from protocol.client_frames import Frame, decode, from_readable, golden_frames, read_golden, shortest, verdict_of
 
 VERSION, FRAMES = read_golden()
 ACCEPTED: Final = [frame for frame in FRAMES if frame.verdict == "ok"]
@@ -49,7 +49,7 @@ def test_a_frame_is_read_and_written_as_ever(frame: Frame) -> None:
     assert frame.value is not None
     assert message == from_readable(frame.value, frame.sender), ON_PURPOSE
     if frame.is_canonical:
-        assert encode(message) == frame.data, ON_PURPOSE
+        assert shortest(message) == frame.data, ON_PURPOSE
 
 
 @pytest.mark.parametrize("frame", REFUSED, ids=by_name)
