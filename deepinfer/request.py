@@ -84,6 +84,7 @@ class Request:
         "slow_since_s",
         "started_s",
         "stop_ids",
+        "traceparent",
         "user",
     )
 
@@ -100,6 +101,7 @@ class Request:
         queue_deadline_s: float = inf,
         deadline_s: float = inf,
         skips_prefix_cache: bool = False,
+        traceparent: str | None = None,
         user: Any = None,
     ) -> None:
         """`sampling` has one entry a sample. `max_length` counts the prompt and the tokens of one sample."""
@@ -113,6 +115,7 @@ class Request:
         self.queue_deadline_s = queue_deadline_s
         self.deadline_s = deadline_s
         self.skips_prefix_cache = skips_prefix_cache
+        self.traceparent = traceparent  # the trace's: what its user's own trace calls it
         self.user = user  # the core's; the scheduler does not look at it
         self.order = (0.0, 0)  # set by the scheduler: smaller goes first
         self.started_s: float | None = None  # when its first row was planned

@@ -332,6 +332,7 @@ def _stream(engine: Engine, key: int, submit: Submit) -> TokenStream:
         priority=submit.priority,
         queue_timeout_s=_seconds(submit.queue_timeout_ms),
         timeout_s=_seconds(submit.timeout_ms),
+        traceparent=submit.traceparent,
     )
 
 

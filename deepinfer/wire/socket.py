@@ -6,7 +6,6 @@ socket's events are looked at again. Knows nothing of what the messages mean.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import weakref
@@ -16,6 +15,8 @@ from time import monotonic
 from typing import Final, NamedTuple
 
 import zmq
+
+from deepinfer.loop import running_loop
 
 MAX_READS_AT_ONCE: Final = 64
 MAX_READ_S: Final = 0.005
@@ -57,7 +58,7 @@ class LoopSocket:
         has_users: bool = False,
     ) -> None:
         """`has_users`: the transport knows who sent a message."""
-        self._loop = asyncio.get_running_loop()
+        self._loop = running_loop()
         self._on_message = on_message
         self._has_users = has_users
         self._is_read_due = False
