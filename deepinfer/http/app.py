@@ -8,11 +8,10 @@ Listens nowhere by itself, and the engine stays its owner's. Needs the `server` 
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -33,15 +32,11 @@ from deepinfer.http.exchange import ConversationExchange
 from deepinfer.http.fault import HttpFault
 from deepinfer.http.fields import DetokenizeFields, TokenizeFields, decode_fields
 from deepinfer.http.gate import Gate, Note
+from deepinfer.http.threads import BodyThreads
 from deepinfer.intake import Prompt
 from deepinfer.stream import TokenStream
 from deepinfer.text import TextPipeline
 from deepinfer_protocol import SamplingParams
-
-T = TypeVar("T")
-
-INLINE_BYTES: Final = 2048
-"""Bodies of more are read in a thread: parsing and encoding them would keep the loop."""
 
 
 def http_app(engine: Engine, config: HttpConfig | None = None) -> Starlette:
@@ -61,6 +56,7 @@ class _Server:
         self._names = config.served_names or (served_name(engine.config.model),)
         self._codec = Codec(engine.text, engine.limits, self._names)
         self._bodies = BodyReader(config)
+        self._threads = BodyThreads()
         self._created = int(time.time())
 
     def app(self) -> Starlette:
@@ -89,7 +85,7 @@ class _Server:
     def _conversation(self, api: Api) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             async with self._bodies.read(request) as body:
-                asked = await _run(partial(self._codec.ask, api), body)
+                asked = await self._threads.run(partial(self._codec.ask, api), body)
             request_id, fields = _note(request).request_id, asked.converted.fields
             exchange = ConversationExchange(self._codec, asked, api.id_prefix + request_id)
             stream = self._stream(request_id, asked.prompt, asked.params, fields.priority or 0)
@@ -99,7 +95,7 @@ class _Server:
 
     async def _complete(self, request: Request) -> Response:
         async with self._bodies.read(request) as body:
-            asked = await _run(self._ask_completion, body)
+            asked = await self._threads.run(self._ask_completion, body)
         request_id, priority = _note(request).request_id, asked.fields.priority or 0
         exchanges = [
             CompletionExchange(asked, f"cmpl-{request_id}", place * asked.params.n)
@@ -127,7 +123,7 @@ class _Server:
 
     async def _count_tokens(self, request: Request) -> Response:
         async with self._bodies.read(request) as body:
-            ids = await _run(partial(self._count, MESSAGES), body)
+            ids = await self._threads.run(partial(self._count, MESSAGES), body)
         return _json({"input_tokens": len(ids)})
 
     def _count(self, api: Api, body: bytes) -> list[int]:
@@ -135,7 +131,7 @@ class _Server:
 
     async def _tokenize(self, request: Request) -> Response:
         async with self._bodies.read(request) as body:
-            ids, tokens = await _run(self._token_ids, body)
+            ids, tokens = await self._threads.run(self._token_ids, body)
         found = {"count": len(ids), "max_model_len": self._engine.limits.max_length, "tokens": ids}
         return _json(found | ({} if tokens is None else {"token_strs": tokens}))
 
@@ -155,7 +151,7 @@ class _Server:
 
     async def _detokenize(self, request: Request) -> Response:
         async with self._bodies.read(request) as body:
-            return _json({"prompt": await _run(self._spelt, body)})
+            return _json({"prompt": await self._threads.run(self._spelt, body)})
 
     def _spelt(self, body: bytes) -> str:
         fields = decode_fields(body, DetokenizeFields)
@@ -219,11 +215,6 @@ def _note(request: Request) -> Note:
 
 def _json(content: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
-
-
-async def _run(work: Callable[[bytes], T], body: bytes) -> T:
-    """Here if it is little, in a thread if not."""
-    return work(body) if len(body) <= INLINE_BYTES else await asyncio.to_thread(work, body)
 
 
 async def _leave_to_gate(request: Request, error: Exception) -> Response:
