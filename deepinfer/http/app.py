@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from deepinfer.engine import Engine
-from deepinfer.errors import InvalidRequest
+from deepinfer.errors import ContextLengthExceeded, InvalidRequest
 from deepinfer.http.answer import Answer, BatchAnswer
 from deepinfer.http.body import BodyReader
 from deepinfer.http.codec import CHAT, MESSAGES, RESPONSES, Api, Codec
@@ -30,7 +30,7 @@ from deepinfer.http.completions import AskedCompletion, CompletionExchange, ask_
 from deepinfer.http.config import HttpConfig
 from deepinfer.http.exchange import ConversationExchange
 from deepinfer.http.fault import HttpFault
-from deepinfer.http.fields import DetokenizeFields, TokenizeFields, decode_fields
+from deepinfer.http.fields import MAX_IDS, DetokenizeFields, TokenizeFields, decode_fields
 from deepinfer.http.gate import Gate, Note
 from deepinfer.http.threads import BodyThreads
 from deepinfer.intake import Prompt
@@ -131,11 +131,9 @@ class _Server:
 
     async def _tokenize(self, request: Request) -> Response:
         async with self._bodies.read(request) as body:
-            ids, tokens = await self._threads.run(self._token_ids, body)
-        found = {"count": len(ids), "max_model_len": self._engine.limits.max_length, "tokens": ids}
-        return _json(found | ({} if tokens is None else {"token_strs": tokens}))
+            return await self._threads.run(self._tokens, body)
 
-    def _token_ids(self, body: bytes) -> tuple[list[int], list[str] | None]:
+    def _tokens(self, body: bytes) -> Response:
         text, fields = self._text(), decode_fields(body, TokenizeFields)
         if fields.model is not None:
             self._codec.check_model(fields.model)
@@ -147,20 +145,26 @@ class _Server:
         else:
             chat = {"model": self._names[0], "messages": fields.messages}
             ids = self._count(CHAT, msgspec.json.encode(chat))
-        return ids, [text.spell(token_id) for token_id in ids] if fields.return_token_strs else None
+        max_length = self._engine.limits.max_length
+        if len(ids) > (limit := max(max_length, MAX_IDS)):
+            field = "messages" if fields.prompt is None else "prompt"
+            raise ContextLengthExceeded(field, f"{len(ids)} tokens, at most {limit} are listed")
+        found = {"count": len(ids), "max_model_len": max_length, "tokens": ids}
+        return _json(found | ({"token_strs": list(map(text.spell, ids))} if fields.return_token_strs else {}))
 
     async def _detokenize(self, request: Request) -> Response:
         async with self._bodies.read(request) as body:
-            return _json({"prompt": await self._threads.run(self._spelt, body)})
+            return await self._threads.run(self._spelt, body)
 
-    def _spelt(self, body: bytes) -> str:
+    def _spelt(self, body: bytes) -> Response:
         fields = decode_fields(body, DetokenizeFields)
         if fields.model is not None:
             self._codec.check_model(fields.model)
         vocab_size, ids = self._engine.limits.vocab_size, fields.ids()
         if max(ids, default=0) >= vocab_size:
             raise InvalidRequest("tokens", f"{max(ids)}, ids of 0 to {vocab_size - 1} are expected")
-        return self._text().tokenizer.decode(ids, skip_special_tokens=fields.skip_special_tokens)
+        spelt = self._text().tokenizer.decode(ids, skip_special_tokens=fields.skip_special_tokens)
+        return _json({"prompt": spelt})
 
     def _text(self) -> TextPipeline:
         text = self._engine.text
