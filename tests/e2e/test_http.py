@@ -371,7 +371,7 @@ async def test_more_tokens_than_a_completion_may_have_are_not_listed(
     engine: Engine, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app, "MAX_IDS", 3)
-    monkeypatch.setattr(engine, "_limits", replace(engine.limits, max_length=2))
+    monkeypatch.setattr(engine, "_limits", replace(engine.limits, max_model_len=2))
     assert (await served.post("/tokenize", {"prompt": "w5 w5 w5"})).json()["count"] == 3
     reply = await served.post("/tokenize", {"prompt": "w5 w5 w5 w5"})
     error = reply.json()["error"]
