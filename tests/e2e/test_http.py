@@ -193,6 +193,28 @@ async def test_a_place_that_is_not_there_says_so_in_the_form_of_the_api(served: 
     assert reply.json()["type"] == "error"
 
 
+async def test_without_keys_another_name_for_this_machine_is_refused(engine: Engine) -> None:
+    def asked(host: str) -> str:
+        return f"GET /v1/models HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n"
+
+    ours, others = (
+        ("127.0.0.1", "localhost:80", "[::1]:8000", "LOCALHOST"),
+        ("rebound.example", "127.0.0.1.example:80", ""),
+    )
+    async with serving(engine, hosts=("proxy.example",)) as served:
+        for host in (*ours, "proxy.example:443"):
+            assert (await served.send(asked(host))).status == 200, host
+        for host in others:
+            reply = await served.send(asked(host))
+            assert (reply.status, reply.json()["error"]["code"]) == (421, "unknown_host"), host
+        assert (await served.send("GET /v1/models HTTP/1.0\r\n\r\n")).status == 200, "no browser"
+    async with serving(engine, api_keys=(KEY,)) as served:
+        request = asked("rebound.example").replace("connection", f"x-api-key: {KEY}\r\nconnection")
+        assert (await served.send(request)).status == 200
+    async with serving(engine, hosts=("*",)) as served:
+        assert (await served.send(asked("rebound.example"))).status == 200
+
+
 # ---- keys
 
 
