@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable
 from typing import NamedTuple
 
-from deepinfer.errors import DeepInferError, EngineError, GrammarError
+from deepinfer.errors import DeepInferError, GrammarError, InternalError
 from deepinfer.matcher import Matcher
 from deepinfer.request import Sequence
 from deepinfer_protocol import MaskBatch, pack_int32
@@ -59,9 +59,9 @@ def fill_masks(job: MaskJob) -> FilledMasks:
         except GrammarError as error:
             failures.append((row.seq, error))
             masks.append(row.matcher.any_token)
-        except Exception as error:
+        except BaseException as error:  # a panic of the library is no Exception
             logger.error("the mask of %s failed", row.seq.request.request_id, exc_info=error)
-            failures.append((row.seq, EngineError(f"a mask could not be made: {type(error).__name__}: {error}")))
+            failures.append((row.seq, InternalError(f"a mask could not be made: {type(error).__name__}: {error}")))
             masks.append(row.matcher.any_token)
     slots = pack_int32([row.slot for row in job.rows])
     return FilledMasks(MaskBatch(job.epoch, job.step_id, job.rank, slots, b"".join(masks)), failures)

@@ -6,7 +6,6 @@ Knows nothing of signals, which are the command's.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import math
 import socket
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import uvicorn
 from deepinfer.engine import Engine
 from deepinfer.errors import ConfigError
 from deepinfer.http import HttpConfig, http_app
+from deepinfer.loopback import is_loopback
 
 __all__ = ["HttpConfig", "HttpServer", "bound", "check_exposure", "split_address"]
 
@@ -40,11 +40,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 def check_exposure(host: str, has_keys: bool) -> None:
     """Whoever can reach it from another machine needs a key. Raises `ConfigError`."""
-    try:
-        is_local = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_local = False
-    if not is_local and not has_keys:
+    if not has_keys and not is_loopback(host):
         raise ConfigError("http", f"{host} can be reached from other machines: --api-keys FILE says who may")
 
 

@@ -16,6 +16,9 @@ class HttpConfig(Struct, frozen=True, kw_only=True):
     """Names that requests may have for the model; the first is told. Empty: the last part of the engine's model."""
     api_keys: tuple[str, ...] = ()
     """One of them comes with every request but `/health`. Empty: nobody is asked for one."""
+    hosts: tuple[str, ...] = ()
+    """Without keys, names that requests may be for, beside loopback and the address that they come in at: what a proxy
+    in front is called. `*`: any name, where no browser can ask."""
     max_body_bytes: int = 8 << 20
     max_buffered_bytes: int = 256 << 20
     """Bodies that are being read, all together; a request that would need more is asked to come later."""

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deepinfer.errors import DeepInferError
 from deepinfer.http.config import HttpConfig
 from deepinfer.http.fault import RETRY_AFTER_S, HttpFault, error_body, fault_of
+from deepinfer.loopback import is_loopback
 
 logger = logging.getLogger("deepinfer.http")
 access = logging.getLogger("deepinfer.http.access")
@@ -76,7 +77,7 @@ class Gate:
 
     async def _enter(self, note: Note, scope: Scope, receive: Receive, send: Send) -> None:
         if note.path not in OPEN_PATHS:
-            self._check_key(Headers(scope=scope))
+            self._check_asker(scope)
         if note.method != "POST":
             await self._app(scope, receive, send)
             return
@@ -88,13 +89,31 @@ class Gate:
         finally:
             self.num_open -= 1
 
+    def _check_asker(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        if self._keys:
+            self._check_key(headers)
+        else:
+            self._check_host(headers.get("host"), scope.get("server"))
+
+    def _check_host(self, host: str | None, server: tuple[str, int | None] | None) -> None:
+        """A page of another site can have its own name mean this address, and then ask here; a browser says the name.
+
+        `server` is where the connection came in.
+        """
+        if host is None or "*" in self._config.hosts:
+            return
+        name = _host_name(host)
+        if not is_loopback(name) and name not in self._config.hosts and (server is None or name != server[0]):
+            raise HttpFault(421, "unknown_host", f"host: {name} is not the name of this server")
+
     def _check_key(self, headers: Headers) -> None:
         """In a time that says nothing of the keys: every one is compared, by digests of one length."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = headers.get("x-api-key", "") or (token.strip() if scheme.lower() == "bearer" else "")
         digest = _digest(given)
         is_known = [hmac.compare_digest(digest, key) for key in self._keys]
-        if self._keys and not any(is_known):
+        if not any(is_known):
             raise HttpFault(401, "invalid_api_key", "a key is expected: authorization: Bearer KEY, or x-api-key: KEY")
 
     async def _refuse(self, note: Note, fault: HttpFault, send: Send) -> None:
@@ -130,6 +149,12 @@ def _as_fault(error: Exception) -> HttpFault:
         return HttpFault(error.status_code, code, error.detail)
     logger.error("a request failed", exc_info=error)
     return HttpFault(500, "internal", "the server failed")
+
+
+def _host_name(host: str) -> str:
+    """Without a port, and without the brackets of IPv6."""
+    name, colon, port = host.rpartition(":")
+    return (name if colon and port.isdecimal() else host).strip("[]").lower()
 
 
 def _digest(key: str) -> bytes:

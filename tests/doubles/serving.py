@@ -69,7 +69,7 @@ def post_head(path: str, num_bytes: int, **headers: str) -> str:
 
 
 def _head(method: str, path: str, headers: dict[str, str]) -> str:
-    lines = [f"{method} {path} HTTP/1.1", "host: test", "connection: close"]
+    lines = [f"{method} {path} HTTP/1.1", "host: 127.0.0.1", "connection: close"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     return "\r\n".join(lines) + "\r\n\r\n"
 

@@ -8,15 +8,18 @@ import logging
 import os
 import signal
 import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from msgspec.structs import replace
+from starlette.responses import Response
 
 from deepinfer import ConfigError, Engine
-from deepinfer.http import HttpConfig
+from deepinfer.http import HttpConfig, app
 from doubles.serving import Served, post_head, read_head, serving
 
 KEY: Final = "sk-0123456789abcdef"
@@ -188,6 +191,28 @@ async def test_a_place_that_is_not_there_says_so_in_the_form_of_the_api(served: 
     reply = await served.get("/v1/messages")
     assert (reply.status, reply.json()["error"]["code"]) == (405, "method_not_allowed")
     assert reply.json()["type"] == "error"
+
+
+async def test_without_keys_another_name_for_this_machine_is_refused(engine: Engine) -> None:
+    def asked(host: str) -> str:
+        return f"GET /v1/models HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n"
+
+    ours, others = (
+        ("127.0.0.1", "localhost:80", "[::1]:8000", "LOCALHOST"),
+        ("rebound.example", "127.0.0.1.example:80", ""),
+    )
+    async with serving(engine, hosts=("proxy.example",)) as served:
+        for host in (*ours, "proxy.example:443"):
+            assert (await served.send(asked(host))).status == 200, host
+        for host in others:
+            reply = await served.send(asked(host))
+            assert (reply.status, reply.json()["error"]["code"]) == (421, "unknown_host"), host
+        assert (await served.send("GET /v1/models HTTP/1.0\r\n\r\n")).status == 200, "no browser"
+    async with serving(engine, api_keys=(KEY,)) as served:
+        request = asked("rebound.example").replace("connection", f"x-api-key: {KEY}\r\nconnection")
+        assert (await served.send(request)).status == 200
+    async with serving(engine, hosts=("*",)) as served:
+        assert (await served.send(asked("rebound.example"))).status == 200
 
 
 # ---- keys
@@ -362,6 +387,32 @@ async def test_tokens_of_text_and_back(engine: Engine, served: Served) -> None:
         assert (await served.post("/detokenize", {"tokens": ids})).json()["error"]["param"].startswith("tokens")
     for asked in ({}, {"prompt": "w5", "messages": []}):
         assert (await served.post("/tokenize", asked)).json()["error"]["param"] == "prompt"
+
+
+async def test_more_tokens_than_a_completion_may_have_are_not_listed(
+    engine: Engine, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "MAX_IDS", 3)
+    monkeypatch.setattr(engine, "_limits", replace(engine.limits, max_model_len=2))
+    assert (await served.post("/tokenize", {"prompt": "w5 w5 w5"})).json()["count"] == 3
+    reply = await served.post("/tokenize", {"prompt": "w5 w5 w5 w5"})
+    error = reply.json()["error"]
+    assert (reply.status, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
+
+
+async def test_answers_about_tokens_are_written_where_their_bodies_are_read(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+
+    def json_response(content: Any, status: int = 200) -> Response:
+        written.append(threading.current_thread().name)
+        return Response(json.dumps(content), status)
+
+    monkeypatch.setattr(app, "_json", json_response)
+    await served.post("/tokenize", {"prompt": "w5 " * 1000})
+    await served.post("/detokenize", {"tokens": [5] * 1000})
+    assert [name.rpartition("_")[0] for name in written] == ["deepinfer-http"] * 2
 
 
 async def test_an_engine_on_a_thread_of_its_own_is_served_like_any_other(no_tasks_left: None) -> None:

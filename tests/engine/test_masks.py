@@ -10,7 +10,7 @@ from typing import Any, Final
 import pytest
 from msgspec.structs import replace
 
-from deepinfer.errors import GrammarError
+from deepinfer.errors import GrammarError, InternalError
 from deepinfer.masks import FilledMasks, MaskJob, fill_masks
 from deepinfer.request import Request
 from deepinfer.stream import Mailbox
@@ -145,6 +145,27 @@ def test_a_dead_end_is_that_request_s_alone(dead_end: int, overlap: bool) -> Non
         chunks.append(chunk)
     assert all(sum(len(c.token_ids) for c in chunks if c.sample_index == index) <= dead_end for index in (0, 1))
     assert all(simulation.outputs(request) == simulation.wanted(request) for request in fine)
+
+
+class Panic(BaseException):
+    """As a library in Rust raises it."""
+
+
+def test_a_matcher_that_panics_fails_its_request_alone() -> None:
+    simulation = MaskedSimulation(Case(True, 64, True, 16, False, True, 1), seed=8)
+    broken, fine = simulation.request(dead_end=0), simulation.request()
+    matcher: Any = Thirds()
+
+    def panic(*_: Any) -> bytes:
+        raise Panic("index out of bounds")
+
+    matcher.next_mask = panic
+    broken.samples[0].matcher = matcher
+    for request in (broken, fine):
+        simulation.submit_at(0.0, request)
+    simulation.run()
+    assert isinstance(broken.user.error, InternalError) and broken.user.error.code == "internal"
+    assert simulation.outputs(fine) == simulation.wanted(fine)
 
 
 def test_a_matcher_that_breaks_fails_its_request_alone() -> None:
