@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from deepinfer.deepseek_chat import Family
-from deepinfer.grammar import MAX_GRAMMAR_BYTES
+from deepinfer.grammar import JSON_OPTIONS, MAX_GRAMMAR_BYTES
 
 _ANNOTATIONS: Final = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "$schema"})
 _OF_PARAMETERS: Final = _ANNOTATIONS | {
@@ -64,13 +64,14 @@ _DIALECTS: Final[Mapping[Family, _Dialect]] = {
 }
 
 
-def calls_grammar(tools: Sequence[Tool], *, is_required: bool, family: Family, mark_id: int) -> str:
+def calls_grammar(tools: Sequence[Tool], *, is_required: bool, family: Family, mark_id: int, form: Any = None) -> str:
     """What may follow the prompt: text, calls, or both; with `is_required` calls, whose block the prompt has begun.
 
-    `mark_id` is the token of the mark. Raises `CannotEnforce`.
+    With `form`, a JSON Schema: what satisfies it, or calls, and no other text. `mark_id` is the token of the mark.
+    Raises `CannotEnforce`.
     """
     try:
-        return _Writer(_DIALECTS[family], mark_id).grammar(tools, is_required)
+        return _Writer(_DIALECTS[family], mark_id).grammar(tools, is_required, form)
     except RecursionError:
         raise CannotEnforce("a schema is nested too deep") from None
 
@@ -83,10 +84,11 @@ class _Writer:
         self._mark = f"<[{mark_id}]>"
         self._lengths: dict[tuple[int, int | None], str] = {}  # names of the rules for text
 
-    def grammar(self, tools: Sequence[Tool], is_required: bool) -> str:
+    def grammar(self, tools: Sequence[Tool], is_required: bool, form: Any) -> str:
         block, mark = self._dialect.block, self._mark
         begun = f'call+ "</" {mark} {_literal(f"{block}>")}'
-        start = f'FREE | BEGIN {mark} {_literal(f"{block}>")} "\\n" {begun}'
+        text, before = ("FREE", "BEGIN") if form is None else ("form", _literal("\n\n<"))
+        start = f'{text} | {before} {mark} {_literal(f"{block}>")} "\\n" {begun}'
         rules = [
             f"start: {begun if is_required else start}",
             f"call: {' | '.join(f'call_{index}' for index in range(len(tools)))}",
@@ -98,7 +100,9 @@ class _Writer:
                 num_characters += len(rule)
                 if num_characters > MAX_GRAMMAR_BYTES:  # definitions may be there once for every parameter
                     raise CannotEnforce(f"{tool.name}: with it the grammar of calls has become too large")
-        if not is_required:
+        if form is not None and not is_required:
+            rules.append(f"form: %json {json.dumps(_form(form))}")
+        elif not is_required:
             rules += [r"FREE: /(.|\n)*/", r"BEGIN: /(.|\n)*\n\n</"]
         rules += [f"{name}: /(.|\\n){_times(*length)}<\\//" for length, name in self._lengths.items()]
         return "\n".join(rules) + "\n"
@@ -138,6 +142,15 @@ class _Writer:
         if isinstance(value, _Json):
             return f'{other} %json {json.dumps(value.schema | {"x-guidance": _JSON_AS_THE_MODEL_WRITES_IT})} "</"'
         return f"{text} {self._lengths.setdefault(value, f'TEXT_{len(self._lengths)}')}"
+
+
+def _form(schema: Any) -> dict[str, Any]:
+    """As the engine takes a schema that stands alone."""
+    if schema is True:
+        return {"x-guidance": JSON_OPTIONS}
+    if not isinstance(schema, dict) or "x-guidance" in schema:
+        raise CannotEnforce("the form of the answer is no schema that an answer can satisfy")
+    return schema | {"x-guidance": JSON_OPTIONS}
 
 
 class _Json(NamedTuple):
