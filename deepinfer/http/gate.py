@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deepinfer.errors import DeepInferError
 from deepinfer.http.config import HttpConfig
-from deepinfer.http.fault import RETRY_AFTER_S, HttpFault, error_body, fault_of
+from deepinfer.http.fault import RETRY_AFTER_S, HttpFault, error_body, fault_of, head_too_large
 from deepinfer.loopback import is_loopback
 
 logger = logging.getLogger("deepinfer.http")
@@ -76,6 +76,7 @@ class Gate:
             access.info(note.line())
 
     async def _enter(self, note: Note, scope: Scope, receive: Receive, send: Send) -> None:
+        self._check_head(scope)
         if note.path not in OPEN_PATHS:
             self._check_asker(scope)
         if note.method != "POST":
@@ -106,6 +107,12 @@ class Gate:
         name = _host_name(host)
         if not is_loopback(name) and name not in self._config.hosts and (server is None or name != server[0]):
             raise HttpFault(421, "unknown_host", f"host: {name} is not the name of this server")
+
+    def _check_head(self, scope: Scope) -> None:
+        num_bytes = len(scope["path"]) + len(scope["query_string"])
+        num_bytes += sum([len(name) + len(value) + 4 for name, value in scope["headers"]])
+        if num_bytes > self._config.max_head_bytes:
+            raise head_too_large(self._config.max_head_bytes)
 
     def _check_key(self, headers: Headers) -> None:
         """In a time that says nothing of the keys: every one is compared, by digests of one length."""
