@@ -64,6 +64,7 @@ class WireServer:
         self._settings = settings or Settings()
         self._streams: dict[int, _Reading] = {}
         self._is_acting = False
+        self._outgoing: list[Send] = []
         self._idle = asyncio.Event()
         self._closing = ExitStack()
         self.url = ""
@@ -72,6 +73,7 @@ class WireServer:
 
     async def open(self) -> None:
         """Listen. Raises `ConfigError` for a place that is taken, or that cannot be listened on."""
+        self._loop = asyncio.get_running_loop()
         self._session = ServerSession(self._welcome(), self._settings, self._load)
         with ExitStack() as stack:
             listen = self._listen or f"ipc://{self._own_folder(stack) / _SOCKET_NAME}"
@@ -211,9 +213,10 @@ class WireServer:
 
     def _do(self, action: Action) -> None:
         match action:
-            case Send(connection, frame):
-                if not self._socket.send((connection, frame)):
-                    self._session.lose(connection, self._now())
+            case Send():
+                if not self._outgoing:
+                    self._loop.call_soon(self._send_all)
+                self._outgoing.append(action)
             case Pull(key):
                 if key in self._streams:
                     self._streams[key].gate.set()
@@ -226,6 +229,14 @@ class WireServer:
                 if (reading := self._streams.pop(key, None)) is not None:
                     reading.stream.abort()
                     reading.task.cancel()
+
+    def _send_all(self) -> None:
+        """What one turn of the loop has brought, most often a step's deltas: ZeroMQ then writes them together."""
+        outgoing, self._outgoing = self._outgoing, []
+        for connection, frame in outgoing:
+            if not self._socket.send((connection, frame)):
+                self._session.lose(connection, self._now())
+        self._act()
 
     def _start(self, key: int, submit: Submit) -> None:
         try:
