@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from deepinfer.errors import GrammarError
-from deepinfer.masks import FilledMasks, MaskJob, fill_masks
+from deepinfer.masks import FilledMasks, MaskJob, MaskRow, fill_masks
 from deepinfer.matcher import is_allowed
 from deepinfer.request import Request
 from deepinfer.stream import Mailbox
@@ -183,6 +183,23 @@ def test_a_dead_end_is_that_request_s_alone(dead_end: int, overlap: bool) -> Non
         chunks.append(chunk)
     assert all(sum(len(c.token_ids) for c in chunks if c.sample_index == index) <= dead_end for index in (0, 1))
     assert all(simulation.outputs(request) == simulation.wanted(request) for request in fine)
+
+
+def test_a_batch_that_is_large_already_has_fewer_masks_behind_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = Request("r", array("i", [1, 2]), [SlotSampling()], max_length=9, stop_ids=frozenset())
+    drafts: list[int] = []
+    while len(drafts) < 3:  # those that the masks allow
+        behind = mask_after(drafts)
+        drafts.append(next(t for t in range(VOCAB_SIZE) if is_allowed(behind, t) and (sum(drafts) + t) % 7))
+    counts = []
+    for room in (100, 7, 4, 3, 1):
+        monkeypatch.setattr("deepinfer.masks.MAX_BATCH_BYTES", room * WIDTH + 1)
+        matchers: list[Any] = [Thirds() for _ in range(3)]
+        rows = [MaskRow(request.samples[0], matcher, 0, array("i"), array("i", drafts)) for matcher in matchers]
+        batch = fill_masks(MaskJob(0, 1, 0, rows)).batch
+        counts.append(list(unpack_int32(batch.num_masks)))
+        assert len(batch.bits) == WIDTH * (sum(counts[-1]) or 3)
+    assert counts == [[4, 4, 4], [4, 2, 1], [2, 1, 1], [], []]
 
 
 def test_a_matcher_that_breaks_fails_its_request_alone() -> None:
