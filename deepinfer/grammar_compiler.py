@@ -49,8 +49,7 @@ class Grammar(NamedTuple):
 
     def matcher(self, sampling: SlotSampling, opening_id: int | None) -> Matcher:
         """For one sample; see `Matcher`."""
-        backend = self.backend.deep_copy()
-        return Matcher(backend, self.field, self.bits, sampling, eos_ids=self.eos_ids, opening_id=opening_id)
+        return Matcher(self.backend, self.field, self.bits, sampling, eos_ids=self.eos_ids, opening_id=opening_id)
 
 
 class GrammarCompiler:
