@@ -92,7 +92,8 @@ class ClientSession:
         self.rejection: DeepInferError | None = None
         self.is_welcome = False
         self.pong: Pong | None = None
-        self.is_going_away = False
+        self.deadline_s: float | None = None
+        """The server goes away: until when open streams may run."""
         self.num_reconnects = 0
         self._token = token
         self._give_up_s = give_up_s
@@ -206,7 +207,7 @@ class ClientSession:
             case Pong():
                 self.pong = message
             case GoAway():
-                self.is_going_away = True
+                self.deadline_s = now + message.deadline_ms / 1000
 
     def _delta(self, delta: Delta) -> None:
         call = self._calls.get(delta.id)
@@ -276,11 +277,12 @@ class ClientSession:
         is_new = self.welcome is None
         is_same = is_new or (self.welcome is not None and self.welcome.engine == welcome.engine)
         self.num_reconnects += not is_new
-        self.welcome, self.is_welcome, self.is_going_away = welcome, True, False
+        self.welcome, self.is_welcome, self.deadline_s = welcome, True, None
         self._lost_s = inf
         for id in self._untold:
             self._say(Cancel(id=id))
         self._untold.clear()
+        self._say(Ping())  # how the engine does is known from the start
         for call in list(self._calls.values()):
             call.is_resuming = False
             call.window = self.window(call.window)

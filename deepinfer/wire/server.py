@@ -70,6 +70,7 @@ class WireServer:
         self._streams: dict[int, _Reading] = {}
         self._is_acting = False
         self._is_resend_due = False
+        self._outgoing: list[Send] = []
         self._full: dict[bytes, deque[bytes]] = {}  # what waits for connections whose queues are full
         self._idle = asyncio.Event()
         self._closing = ExitStack()
@@ -79,6 +80,7 @@ class WireServer:
 
     async def open(self) -> None:
         """Listen. Raises `ConfigError` for a place that is taken, or that cannot be listened on."""
+        self._loop = asyncio.get_running_loop()
         self._session = ServerSession(self._welcome(), self._settings, self._load)
         with ExitStack() as stack:
             listen = self._listen or f"ipc://{self._own_folder(stack) / _SOCKET_NAME}"
@@ -212,14 +214,13 @@ class WireServer:
         self._is_acting = True
         try:
             while actions := self._session.take_actions():
-                lost = set[bytes]()
                 for action in actions:
-                    self._do(action, lost)
+                    self._do(action)
         finally:
             self._is_acting = False
         if self._session.is_behind and not self._is_resend_due:
             self._is_resend_due = True
-            asyncio.get_running_loop().call_soon(self._resend)
+            self._loop.call_soon(self._resend)
         if not self._session.num_open:
             self._idle.set()
 
@@ -228,13 +229,12 @@ class WireServer:
         self._session.resend()
         self._act()
 
-    def _do(self, action: Action, lost: set[bytes]) -> None:
-        """`lost`: connections that were lost while this was due."""
+    def _do(self, action: Action) -> None:
         match action:
-            case Send(connection, frame):
-                if connection not in lost and not self._send(connection, frame):
-                    lost.add(connection)
-                    self._session.lose(connection, self._now())
+            case Send():
+                if not self._outgoing:
+                    self._loop.call_soon(self._send_all)
+                self._outgoing.append(action)
             case Pull(key):
                 if key in self._streams:
                     self._streams[key].gate.set()
@@ -248,6 +248,16 @@ class WireServer:
                     reading.stream.abort()
                     reading.task.cancel()
 
+    def _send_all(self) -> None:
+        """What one turn of the loop has brought, most often a step's deltas: ZeroMQ then writes them together."""
+        outgoing, self._outgoing = self._outgoing, []
+        lost = set[bytes]()
+        for connection, frame in outgoing:
+            if connection not in lost and not self._send(connection, frame):
+                lost.add(connection)
+                self._session.lose(connection, self._now())
+        self._act()
+
     def _send(self, connection: bytes, frame: bytes) -> bool:
         """Now, or when there is room. False: it will not be sent."""
         waiting = self._full.get(connection)
@@ -259,7 +269,7 @@ class WireServer:
         if offer is not Offer.FULL or not self._session.is_welcome(connection):
             return offer is Offer.TAKEN
         if not self._full:
-            asyncio.get_running_loop().call_later(FULL_S, self._retry)
+            self._loop.call_later(FULL_S, self._retry)
         self._full[connection] = deque([frame])
         self._session.hold(connection)
         return True
@@ -278,7 +288,7 @@ class WireServer:
                 del self._full[connection]
                 self._session.release(connection)
         if self._full:
-            asyncio.get_running_loop().call_later(FULL_S, self._retry)
+            self._loop.call_later(FULL_S, self._retry)
         self._act()
 
     def _start(self, key: int, submit: Submit) -> None:
@@ -332,6 +342,7 @@ def _stream(engine: Engine, key: int, submit: Submit) -> TokenStream:
         priority=submit.priority,
         queue_timeout_s=_seconds(submit.queue_timeout_ms),
         timeout_s=_seconds(submit.timeout_ms),
+        traceparent=submit.traceparent,
     )
 
 

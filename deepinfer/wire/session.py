@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 
 from msgspec import Struct
 
+from deepinfer.errors import ConfigError
 from deepinfer.stream import TokenChunk
 from deepinfer.wire.deltas import deltas_of
 from deepinfer.wire.refusals import to_wire
@@ -46,7 +47,7 @@ from deepinfer_protocol.client import (
     decode_hello,
     encode,
 )
-from deepinfer_protocol.client.limits import MAX_FRAME_BYTES, MAX_PARTS
+from deepinfer_protocol.client.limits import MAX_FRAME_BYTES, MAX_NAME_CHARACTERS, MAX_PARTS
 
 MAX_SESSIONS: Final = 4096
 MAX_ENDED: Final = 1024
@@ -110,6 +111,11 @@ class Settings(Struct, frozen=True, kw_only=True):
     idle_s: float = 10.0
     token: str = ""
     """If it is not empty, a HELLO must carry it."""
+
+    def __post_init__(self) -> None:
+        """Raises `ConfigError` for a token that no HELLO can carry."""
+        if len(self.token) > MAX_NAME_CHARACTERS:
+            raise ConfigError("token", f"{len(self.token)} characters, at most {MAX_NAME_CHARACTERS} can be sent")
 
     @property
     def limits(self) -> Limits:
