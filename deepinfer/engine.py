@@ -33,7 +33,7 @@ from deepinfer.grammar_compiler import GrammarCompiler
 from deepinfer.group import ProgressReport, WorkerGroup
 from deepinfer.home import CallerLoop, OwnThread, call_threadsafe
 from deepinfer.intake import Intake, Messages, Prompt
-from deepinfer.many import generate_many
+from deepinfer.many import generate_many, num_at_once
 from deepinfer.mask_thread import MaskThread
 from deepinfer.metrics import EngineMetrics, Metric
 from deepinfer.migrating import rename_options, rename_settings
@@ -297,6 +297,7 @@ class Engine:
         priority: int = 0,
         queue_timeout_s: float | None = None,
         timeout_s: float | None = None,
+        traceparent: str | None = None,
         **elsewhere: Any,
     ) -> TokenStream:
         """Submit a request, now, and return its stream at once; refusals are raised at the first read.
@@ -306,7 +307,8 @@ class Engine:
         model without such a choice refuses them; `None` is its default. A model that thinks streams its reasoning,
         `</think>` and its answer, with tool calls as it spells them. `params` stay as they are given.
         Lower `priority` goes first. A request that has not started after `queue_timeout_s`, or not ended after
-        `timeout_s`, ends with that as its finish reason. Chunks are deltas, never the text so far.
+        `timeout_s`, ends with that as its finish reason. Chunks are deltas, never the text so far. `traceparent` (W3C
+        Trace Context) is what the caller's own trace calls the request; a `Trace` names it.
 
         `elsewhere`: arguments by the names that other engines have for them (docs/migrating.md).
         """
@@ -324,6 +326,7 @@ class Engine:
                 priority=priority,
                 queue_timeout_s=queue_timeout_s,
                 timeout_s=timeout_s,
+                traceparent=traceparent,
             )
         request_id = secrets.token_hex(8) if request_id is None else request_id
         mailbox = Mailbox(None)
@@ -344,6 +347,7 @@ class Engine:
                 priority=priority,
                 queue_timeout_s=queue_timeout_s,
                 timeout_s=timeout_s,
+                traceparent=traceparent,
             )
             abort = partial(self._post_threadsafe, self._core.abort, request)
             resume = partial(self._post_threadsafe, self._core.resume, request)
@@ -396,7 +400,9 @@ class Engine:
 
         Never queues more than the engine admits. Raises the first refusal or failure, and then ends the rest.
         """
-        return await generate_many(self, prompts, params, progress=progress, options=options)
+        return await generate_many(
+            self, prompts, params, at_once=num_at_once(self.config), progress=progress, options=options
+        )
 
     async def abort(self, request_id: str) -> None:
         """End the open request of this id, if there is one. Its reader gets a last chunk, `abort`.

@@ -25,6 +25,7 @@ from deepinfer.admission import (
     check_request_id,
     check_timeout,
     check_token_ids,
+    check_traceparent,
     freeze_params,
     is_long,
 )
@@ -91,6 +92,7 @@ class Intake:
         priority: int,
         queue_timeout_s: float | None,
         timeout_s: float | None,
+        traceparent: str | None = None,
     ) -> Request:
         """Check and submit. Raises `InvalidRequest`; what is found later closes the mailbox with it."""
         request_id = check_request_id(request_id)
@@ -102,6 +104,7 @@ class Intake:
             "arrival_s": now,
             "queue_deadline_s": now + check_timeout("queue_timeout_s", queue_timeout_s),
             "deadline_s": now + check_timeout("timeout_s", timeout_s),
+            "traceparent": check_traceparent(traceparent),
             "skips_prefix_cache": bool(params.skip_reading_prefix_cache),
             "user": mailbox,
         }

@@ -46,6 +46,7 @@ LAYERS: Final = {
                 "rich",
                 "starlette",
                 "tokenizers",
+                "trio",
                 "typer",
                 "uvicorn",
                 "uvloop",

@@ -17,12 +17,11 @@ import uvicorn
 from deepinfer.engine import Engine
 from deepinfer.errors import ConfigError
 from deepinfer.http import HttpConfig, http_app
+from deepinfer.http.connection import uvicorn_settings
 from deepinfer.loopback import is_loopback
 
 __all__ = ["HttpConfig", "HttpServer", "bound", "check_exposure", "split_address"]
 
-KEEP_ALIVE_S: Final = 75
-"""An idle connection stays open for so long."""
 DEAD_CLIENT_MS: Final = 120_000
 """A connection is cut whose client has taken nothing for so long."""
 CUT_OFF_S: Final = 1
@@ -66,18 +65,7 @@ class HttpServer:
         host, port = listener.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._listener = listener
-        self._server = _Server(
-            uvicorn.Config(
-                http_app(engine, config),
-                http="h11",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=KEEP_ALIVE_S,
-            )
-        )
+        self._server = _Server(uvicorn.Config(http_app(engine, config), **uvicorn_settings(config)))
 
     async def __aenter__(self) -> Self:
         self._serving = asyncio.create_task(self._server.serve([self._listener]))

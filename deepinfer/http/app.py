@@ -32,6 +32,8 @@ from deepinfer.http.exchange import ConversationExchange
 from deepinfer.http.fault import HttpFault
 from deepinfer.http.fields import MAX_IDS, DetokenizeFields, TokenizeFields, decode_fields
 from deepinfer.http.gate import Gate, Note
+from deepinfer.http.metrics import HttpMetrics
+from deepinfer.http.page import figures, page_endpoints
 from deepinfer.http.threads import BodyThreads
 from deepinfer.intake import Prompt
 from deepinfer.stream import TokenStream
@@ -70,14 +72,17 @@ class _Server:
             "/detokenize": self._detokenize,
         }
         gets: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            **page_endpoints(),
+            "/stats": self._stats,
             "/v1/models": self._models,
             "/v1/models/{name:path}": self._model,
             "/health": self._health,
-            "/metrics": self._metrics,
+            "/metrics": self._scrape,
         }
         routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
         routes += [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()]
-        gate = Middleware(Gate, config=self._config)
+        self._metrics = HttpMetrics([*posts, *gets])
+        gate = Middleware(Gate, config=self._config, metrics=self._metrics)
         return Starlette(routes=routes, middleware=[gate], exception_handlers={HTTPException: _leave_to_gate})
 
     # ---- conversations and completions
@@ -193,18 +198,25 @@ class _Server:
 
     async def _health(self, request: Request) -> Response:
         """Good while every step comes back in time, or none is due; a process that answers is not enough."""
+        status, stalled_s = self._status()
+        return _json({"status": status, "stalled_s": stalled_s}, 200 if status == "ok" else 503)
+
+    def _status(self) -> tuple[str, float]:
+        """In a word, and for how long a step has been due."""
         health = self._engine.health()
         is_stalled = health.stalled_s > self._config.stall_s
-        status = health.failure or ("stalled" if is_stalled else "ok")
-        found = {"status": status, "stalled_s": round(health.stalled_s, 3)}
-        return _json(found, 200 if status == "ok" else 503)
+        return health.failure or ("stalled" if is_stalled else "ok"), round(health.stalled_s, 3)
 
-    async def _metrics(self, request: Request) -> Response:
+    async def _stats(self, request: Request) -> Response:
+        return _json({"status": self._status()[0], "time_s": time.monotonic(), **figures(self._engine)})
+
+    async def _scrape(self, request: Request) -> Response:
         try:
             from deepinfer.prometheus import CONTENT_TYPE, exposition
         except ImportError:
             raise HttpFault(501, "no_metrics", "metrics need prometheus-client: the `metrics` extra") from None
-        return Response(exposition(self._engine), headers={"content-type": CONTENT_TYPE})
+        body = exposition(self._engine, handlers=self._metrics.snapshots())
+        return Response(body, headers={"content-type": CONTENT_TYPE})
 
 
 def served_name(model: str) -> str:

@@ -9,7 +9,6 @@ import hashlib
 import hmac
 import logging
 import secrets
-import time
 from typing import Final
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -19,14 +18,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deepinfer.errors import DeepInferError
 from deepinfer.http.config import HttpConfig
-from deepinfer.http.fault import RETRY_AFTER_S, HttpFault, error_body, fault_of
+from deepinfer.http.fault import RETRY_AFTER_S, HttpFault, error_body, fault_of, head_too_large
+from deepinfer.http.metrics import HttpMetrics, Progress
+from deepinfer.http.page import PAGE_FILES
 from deepinfer.loopback import is_loopback
 
 logger = logging.getLogger("deepinfer.http")
 access = logging.getLogger("deepinfer.http.access")
 
-OPEN_PATHS: Final = frozenset({"/health"})
+OPEN_PATHS: Final = frozenset({"/health", *PAGE_FILES})
 """They ask for no key."""
+QUIET_PATHS: Final = frozenset({"/stats"})
+"""Asked for every second by every page that is open: logged for debugging only, unless they are refused."""
 MAX_LOGGED_CHARACTERS: Final = 128
 GONE: Final = 499
 """Logged where the client went before it had an answer; nobody gets it."""
@@ -35,18 +38,23 @@ GONE: Final = 499
 class Note:
     """What the log will say of one request, and what it has come to."""
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: Scope, progress: Progress) -> None:
+        self.progress = progress
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.request_id = secrets.token_hex(12)
         self.status = 0
         self.num_prompt_tokens = 0
         self.num_completion_tokens = 0
-        self.started_s = time.monotonic()
+
+    @property
+    def level(self) -> int:
+        """Of its line in the log."""
+        return logging.DEBUG if self.path in QUIET_PATHS and self.status == 200 else logging.INFO
 
     def line(self) -> str:
         path = self.path[:MAX_LOGGED_CHARACTERS].encode("unicode_escape").decode()
-        took_ms = 1e3 * (time.monotonic() - self.started_s)
+        took_ms = 1e3 * self.progress.took_s
         counts = f"prompt={self.num_prompt_tokens} completion={self.num_completion_tokens}"
         return f"{self.request_id} {self.method} {path} {self.status} {took_ms:.0f}ms {counts}"
 
@@ -54,9 +62,10 @@ class Note:
 class Gate:
     """ASGI middleware of one server."""
 
-    def __init__(self, app: ASGIApp, config: HttpConfig) -> None:
+    def __init__(self, app: ASGIApp, config: HttpConfig, metrics: HttpMetrics) -> None:
         self._app = app
         self._config = config
+        self._metrics = metrics
         self._keys = [_digest(key) for key in config.api_keys]
         self.num_open = 0
 
@@ -64,8 +73,8 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        note = scope.setdefault("state", {})["note"] = Note(scope)
-        send = _noting(note, send)
+        note = scope.setdefault("state", {})["note"] = Note(scope, self._metrics.begin(scope["path"]))
+        receive, send = _counting(note.progress, receive), _noting(note, send)
         try:
             await self._enter(note, scope, receive, send)
         except ClientDisconnect:
@@ -73,9 +82,11 @@ class Gate:
         except Exception as error:
             await self._refuse(note, _as_fault(error), send)
         finally:
-            access.info(note.line())
+            note.progress.end(note.status or GONE)
+            access.log(note.level, note.line())
 
     async def _enter(self, note: Note, scope: Scope, receive: Receive, send: Send) -> None:
+        self._check_head(scope)
         if note.path not in OPEN_PATHS:
             self._check_asker(scope)
         if note.method != "POST":
@@ -107,6 +118,12 @@ class Gate:
         if not is_loopback(name) and name not in self._config.hosts and (server is None or name != server[0]):
             raise HttpFault(421, "unknown_host", f"host: {name} is not the name of this server")
 
+    def _check_head(self, scope: Scope) -> None:
+        num_bytes = len(scope["path"]) + len(scope["query_string"])
+        num_bytes += sum([len(name) + len(value) + 4 for name, value in scope["headers"]])
+        if num_bytes > self._config.max_head_bytes:
+            raise head_too_large(self._config.max_head_bytes)
+
     def _check_key(self, headers: Headers) -> None:
         """In a time that says nothing of the keys: every one is compared, by digests of one length."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
@@ -126,14 +143,24 @@ class Gate:
         await send({"type": "http.response.body", "body": body})
 
 
+def _counting(progress: Progress, receive: Receive) -> Receive:
+    async def counting() -> Message:
+        message = await receive()
+        progress.num_received_bytes += len(message.get("body", b""))
+        return message
+
+    return counting
+
+
 def _noting(note: Note, send: Send) -> Send:
-    """`send`, with the status noted, and the request's id under the names that the SDKs look for."""
+    """`send`, with status and bytes noted, and the request's id under the names that the SDKs look for."""
 
     async def noting(message: Message) -> None:
         if message["type"] == "http.response.start":
             note.status = message["status"]
             headers = MutableHeaders(scope=message)
             headers["x-request-id"] = headers["request-id"] = note.request_id
+        note.progress.num_sent_bytes += len(message.get("body", b""))
         await send(message)
 
     return noting

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from deepinfer.deepseek_chat import Family
-from deepinfer.grammar import MAX_GRAMMAR_BYTES
+from deepinfer.grammar import JSON_OPTIONS, MAX_GRAMMAR_BYTES
 
 _ANNOTATIONS: Final = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "$schema"})
 _OF_PARAMETERS: Final = _ANNOTATIONS | {
@@ -67,13 +67,14 @@ _DIALECTS: Final[Mapping[Family, _Dialect]] = {
 }
 
 
-def calls_grammar(tools: Sequence[Tool], *, is_required: bool, family: Family, mark_id: int) -> str:
+def calls_grammar(tools: Sequence[Tool], *, is_required: bool, family: Family, mark_id: int, form: Any = None) -> str:
     """What may follow the prompt: text, calls, or both; with `is_required` calls, whose block the prompt has begun.
 
-    `mark_id` is the token of the mark. Raises `CannotEnforce`.
+    With `form`, a JSON Schema: what satisfies it, or calls, and no other text. `mark_id` is the token of the mark.
+    Raises `CannotEnforce`.
     """
     try:
-        return _Writer(_DIALECTS[family], mark_id).grammar(tools, is_required)
+        return _Writer(_DIALECTS[family], mark_id).grammar(tools, is_required, form)
     except RecursionError:
         raise CannotEnforce("a schema is nested too deep") from None
 
@@ -88,10 +89,11 @@ class _Writer:
         self._budget = _Budget()
         self._num_characters = 0  # of the rules that are there
 
-    def grammar(self, tools: Sequence[Tool], is_required: bool) -> str:
+    def grammar(self, tools: Sequence[Tool], is_required: bool, form: Any) -> str:
         block, mark = self._dialect.block, self._mark
         begun = f'call+ "</" {mark} {_literal(f"{block}>")}'
-        start = f'FREE | BEGIN {mark} {_literal(f"{block}>")} "\\n" {begun}'
+        text, before = ("FREE", "BEGIN") if form is None else ("form", _literal("\n\n<"))
+        start = f'{text} | {before} {mark} {_literal(f"{block}>")} "\\n" {begun}'
         rules = [
             f"start: {begun if is_required else start}",
             f"call: {' | '.join(f'call_{index}' for index in range(len(tools)))}",
@@ -101,7 +103,9 @@ class _Writer:
                 rules.append(rule)
                 self._num_characters += len(rule)
                 _check_size(self._num_characters, tool.name)
-        if not is_required:
+        if form is not None and not is_required:
+            rules.append(f"form: %json {json.dumps(_form(form))}")
+        elif not is_required:
             rules += [r"FREE: /(.|\n)*/", r"BEGIN: /(.|\n)*\n\n</"]
         rules += [f"{name}: /(.|\\n){_times(*length)}<\\//" for length, name in self._lengths.items()]
         return "\n".join(rules) + "\n"
@@ -154,6 +158,15 @@ class _Writer:
         if isinstance(value, _Json):
             return f'{other} %json {json.dumps(value.schema | {"x-guidance": _JSON_AS_THE_MODEL_WRITES_IT})} "</"'
         return f"{text} {self._lengths.setdefault(value, f'TEXT_{len(self._lengths)}')}"
+
+
+def _form(schema: Any) -> dict[str, Any]:
+    """As the engine takes a schema that stands alone."""
+    if schema is True:
+        return {"x-guidance": JSON_OPTIONS}
+    if not isinstance(schema, dict) or "x-guidance" in schema:
+        raise CannotEnforce("the form of the answer is no schema that an answer can satisfy")
+    return schema | {"x-guidance": JSON_OPTIONS}
 
 
 class _Json(NamedTuple):

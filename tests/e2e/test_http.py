@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import logging
 import os
@@ -235,6 +236,24 @@ async def test_every_place_asks_for_a_key(engine: Engine) -> None:
                 assert (await served.post(path, ASKED, **headers)).status != 401, (path, headers)
 
 
+@pytest.mark.parametrize("given", ["", KEY[:-1], "x" + KEY[1:], KEY, KEY + "2", "é" * 99])
+async def test_every_key_is_compared_in_constant_time(
+    given: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[tuple[int, int]] = []
+
+    def compare(first: bytes, second: bytes) -> bool:
+        compared.append((len(first), len(second)))
+        return compare_digest(first, second)
+
+    compare_digest = hmac.compare_digest
+    async with serving(engine, api_keys=(KEY, KEY + "2", KEY + "3")) as served:
+        monkeypatch.setattr(hmac, "compare_digest", compare)
+        reply = await served.get("/v1/models", x_api_key=given)
+    assert compared == [(32, 32)] * 3, "digests of one length, all of them, whichever it is"
+    assert (reply.status == 200) == (given in (KEY, KEY + "2"))
+
+
 async def test_health_asks_for_no_key_and_the_rest_does(engine: Engine) -> None:
     async with serving(engine, api_keys=(KEY,)) as served:
         assert (await served.get("/health")).status == 200
@@ -297,13 +316,16 @@ async def test_a_stream_without_events_is_kept_alive(no_tasks_left: None, word_m
 
 
 async def test_of_ten_times_more_than_fit_the_rest_is_told_when_to_come_back(engine: Engine, served: Served) -> None:
-    posts = [served.post("/v1/completions", {**ASKED, "max_tokens": 300, "ignore_eos": True}) for _ in range(160)]
-    replies = await asyncio.gather(*posts)
+    asked = {**ASKED, "max_tokens": 300, "ignore_eos": True, "seed": 7}
+    alone = (await served.post("/v1/completions", asked)).json()["choices"]
+    replies = await asyncio.gather(*[served.post("/v1/completions", asked) for _ in range(160)])
     counts = {status: sum(reply.status == status for reply in replies) for status in (200, 429)}
     assert counts[200] >= 8 and counts[200] + counts[429] == 160 and counts[429] > 0
     for reply in replies:
         if reply.status == 429:
             assert int(reply.headers["retry-after"]) >= 1 and reply.json()["error"]["code"] == "overloaded"
+        else:
+            assert reply.json()["choices"] == alone
     assert (await served.post("/v1/completions", ASKED)).status == 200
 
 
@@ -367,6 +389,9 @@ async def test_the_log_has_no_word_of_what_was_said(served: Served, caplog: pyte
     await served.post("/v1/completions", {**ASKED, "prompt": "w5 w6 w7"})
     await served.post("/v1/completions", {**ASKED, "prompt": "w5 w6 w7", "temperature": 999})
     await served.get("/a%0ab%1b[31m" + "x" * 1000)
+    await served.post("/v1/completions?prompt=w5", ASKED)
+    await served.post("/v1/chat/completions", {"model": "fake", "messages": [{"role": "user", "content": "w5"}]})
+    await served.post("/v1/responses", {"model": "fake", "input": "w5", "text": {"format": {"type": "w5"}}})
     lines = [record.getMessage() for record in caplog.records if record.name == "deepinfer.http.access"]
     assert "POST /v1/completions 200" in lines[0] and "prompt=3 completion=8" in lines[0]
     assert "400" in lines[1] and "404" in lines[2] and "\n" not in lines[2] and len(lines[2]) < 300

@@ -14,6 +14,7 @@ import pytest
 
 from deepinfer.admission import ModelLimits
 from deepinfer.deepseek_chat import DeepseekFormat, Family
+from deepinfer.errors import GrammarError
 from deepinfer.grammar import MAX_GRAMMAR_BYTES, GrammarSource
 from deepinfer.grammar_compiler import GrammarCompiler
 from deepinfer.http import tool_calls
@@ -163,6 +164,60 @@ def test_strict_tools_may_be_left_alone_and_are_called_as_their_schemas_say(mode
             jsonschema.validate(arguments, SCHEMAS[name], jsonschema.Draft202012Validator)
         spoken += choice["finish_reason"] == "stop"
     assert spoken > 5 and called > 5
+
+
+FORM: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}, "why": {"$ref": "#/$defs/why"}},
+    "required": ["ok", "why"],
+    "additionalProperties": False,
+    "$defs": {"why": {"enum": ["rain", None, 5]}},
+}
+
+
+@pytest.mark.parametrize("family", ["v4.1", "v4"])
+def test_an_answer_beside_tools_has_its_form_or_calls_them(family: Family, models: dict[Family, Model]) -> None:
+    model, rng = models[family], random.Random(5)
+    form = {"type": "json_schema", "json_schema": {"name": "f", "schema": FORM}}
+    asked = model.ask(tools=openai_tools(is_strict=False), response_format=form)
+    spoken, called = 0, 0
+    for turn in range(24):
+        tokens = model.says(asked.params.grammar, rng, f"\n\n<{MARK}" if turn % 3 == 0 else "{")
+        [choice] = model.answer(asked, tokens)["choices"]
+        calls = calls_of(choice)
+        called += len(calls)
+        if choice["finish_reason"] == "stop":
+            spoken += 1
+            jsonschema.validate(json.loads(choice["message"]["content"]), FORM, jsonschema.Draft202012Validator)
+        else:
+            assert calls and not choice["message"]["content"]
+    assert spoken > 5 and called > 5
+
+
+@pytest.mark.parametrize("begun", ["Well, ", "[", '\n\n<"'])
+def test_beside_tools_nothing_else_is_said(begun: str, models: dict[Family, Model]) -> None:
+    model = models["v4.1"]
+    told = {"role": "user", "content": "In json."}
+    asked = model.ask(messages=[told], tools=openai_tools(is_strict=False), response_format={"type": "json_object"})
+    with pytest.raises(GrammarError):
+        model.says(asked.params.grammar, random.Random(1), begun)
+
+
+def test_a_required_tool_leaves_no_other_form(models: dict[Family, Model]) -> None:
+    tools: dict[str, Any] = {"tools": openai_tools(is_strict=False), "tool_choice": "required"}
+    form = {"type": "json_schema", "json_schema": {"name": "f", "schema": FORM}}
+    ask = models["v4.1"].ask
+    assert ask(**tools, response_format=form).params.grammar == ask(**tools).params.grammar
+
+
+@pytest.mark.parametrize("schema", [{"not": {}}, {"type": "string", "x-guidance": {"lenient": True}}])
+def test_a_form_beside_tools_is_refused_where_it_is_refused_alone(schema: Any, models: dict[Family, Model]) -> None:
+    model = models["v4.1"]
+    form = {"type": "json_schema", "json_schema": {"name": "f", "schema": schema}}
+    with pytest.raises((GrammarError, HttpFault)):
+        asked = model.ask(tools=openai_tools(is_strict=False), response_format=form)
+        assert asked.names["grammar"] == "response_format"
+        model.compiler.compile(GrammarSource("grammar", asked.params.grammar))
 
 
 def test_a_named_tool_is_the_only_one(models: dict[Family, Model]) -> None:

@@ -133,6 +133,15 @@ export class Client {
     return this.session.pong;
   }
 
+  /**
+   * The server goes away: for how many more milliseconds open streams may run. It takes no further request. Null: it
+   * does not.
+   */
+  get deadlineMs(): number | null {
+    const { deadlineAt } = this.session;
+    return deadlineAt === null ? null : Math.max(deadlineAt - performance.now(), 0);
+  }
+
   get isConnected(): boolean {
     return this.session.isWelcome;
   }

@@ -4,7 +4,7 @@
 //   server_key=K public_key=K secret_key=K  timeout_ms=N  give_up_ms=N
 //
 // Lines: `delta SAMPLE INDEX IDS REASON`, then `finish REASON PROMPT GENERATED` or `error CODE FIELD`, at the end
-// `reconnects N`. The same as of the C client's probe.
+// `reconnects N` and `deadline MS` (`-`: the server does not go away). The same as of the C client's probe.
 
 import { ConnectionLost, ServerError, connect } from '../dist/index.js';
 
@@ -43,4 +43,5 @@ try {
   else throw error;
 }
 console.log(`reconnects ${client?.numReconnects ?? 0}`);
+console.log(`deadline ${client?.deadlineMs?.toFixed(0) ?? '-'}`);
 client?.close();
