@@ -71,8 +71,14 @@ def test_nothing_asked_is_no_grammar() -> None:
 )
 def test_what_can_be_no_grammar_is_refused_by_its_field(fields: dict[str, Any], field: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
-        check_params(SamplingParams(**fields), LIMITS)
+        grammar_source(SamplingParams(**fields))
     assert caught.value.field == field
+
+
+def test_what_is_asked_becomes_text_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large schema takes its time, and the loop waits for it."""
+    monkeypatch.setattr("deepinfer.grammar.as_json", lambda *_: pytest.fail("written"))
+    assert check_params(SamplingParams(json_schema={"type": "object"}), LIMITS).n == 1
 
 
 def nested(levels: int) -> dict[str, Any]:
