@@ -145,6 +145,7 @@ async def _serve(model: str, settings: dict[str, Any], make_doors: list[MakeDoor
         engine = await _start(stack, model, settings, stop)
         if engine is None:
             return
+        await engine.prepare_grammars()  # before anybody could wait for it
         doors = [make(engine) for make in make_doors]
         for door in doors:
             await stack.enter_async_context(door)

@@ -66,7 +66,7 @@ class Answer(Response):
         await send_json(send, self._exchange.whole())
 
     async def _send_events(self, note: Note, send: Send) -> None:
-        exchange, writer = self._exchange, _Writer(send, self._config.write_timeout_s)
+        exchange, writer = self._exchange, _Writer(send)
         has_begun = False
         try:
             while not exchange.is_finished:
@@ -183,23 +183,17 @@ async def send_json(send: Send, body: bytes) -> None:
 class _Writer:
     """Sends pieces of a response that begins with the first of them."""
 
-    def __init__(self, send: Send, timeout_s: float) -> None:
+    def __init__(self, send: Send) -> None:
         self._send = send
-        self._timeout_s = timeout_s
         self.has_begun = False
 
     async def write(self, body: bytes) -> None:
-        """Raises `ClientDisconnect` where the client takes nothing for too long."""
         if not body:
             return
         if not self.has_begun:
             self.has_begun = True
             await self._send({"type": "http.response.start", "status": 200, "headers": list(_EVENT_HEADERS)})
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._send({"type": "http.response.body", "body": body, "more_body": True})
-        except TimeoutError:
-            raise ClientDisconnect from None
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def end(self) -> None:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})

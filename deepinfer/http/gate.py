@@ -5,6 +5,7 @@ The log never has what was asked or answered: method, path, status, times and co
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -75,15 +76,22 @@ class Gate:
             return
         note = scope.setdefault("state", {})["note"] = Note(scope, self._metrics.begin(scope["path"]))
         receive, send = _counting(note.progress, receive), _noting(note, send)
+        send = _within(self._config.write_timeout_s, send)
         try:
-            await self._enter(note, scope, receive, send)
+            await self._answer(note, scope, receive, send)
         except ClientDisconnect:
             note.status = GONE
-        except Exception as error:
-            await self._refuse(note, _as_fault(error), send)
         finally:
             note.progress.end(note.status or GONE)
             access.log(note.level, note.line())
+
+    async def _answer(self, note: Note, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._enter(note, scope, receive, send)
+        except ClientDisconnect:
+            raise
+        except Exception as error:
+            await self._refuse(note, _as_fault(error), send)
 
     async def _enter(self, note: Note, scope: Scope, receive: Receive, send: Send) -> None:
         self._check_head(scope)
@@ -150,6 +158,19 @@ def _counting(progress: Progress, receive: Receive) -> Receive:
         return message
 
     return counting
+
+
+def _within(timeout_s: float, send: Send) -> Send:
+    """`send`, which raises `ClientDisconnect` where the client takes nothing for too long."""
+
+    async def within(message: Message) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await send(message)
+        except TimeoutError:
+            raise ClientDisconnect from None
+
+    return within
 
 
 def _noting(note: Note, send: Send) -> Send:
