@@ -90,6 +90,7 @@ class CompletionExchange:
         self._fields = asked.fields
         self._first_index = first_index
         self._samples = [_Sample() for _ in range(asked.params.n)]
+        self.num_samples = asked.params.n
         self._usage = Usage(0, 0, None)
         self.num_completion_tokens = 0
         head = {"id": response_id, "object": "text_completion", "created": int(time.time())}

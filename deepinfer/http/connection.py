@@ -1,8 +1,8 @@
 """One client's connection: uvicorn's, with limits for a client that does not say what it wants, or says too much.
 
-The head of a request comes whole within `head_timeout_s`, or is given up. What a client sends ahead of its answer is kept
-within bounds, and never keeps the server from noticing that it went. A body that goes on after its answer is read for a
-moment only. Faults of HTTP itself are answered as the app answers its own.
+The head of a request comes whole within `head_timeout_s`, or is given up. What a client sends ahead of its answer is
+kept within bounds, and never keeps the server from noticing that it went. A body that goes on after its answer is read
+for a moment only. Faults of HTTP itself are answered as the app answers its own.
 Knows nothing of the app.
 """
 

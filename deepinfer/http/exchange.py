@@ -42,6 +42,7 @@ class Exchange(Protocol):
     """What a stream of events ends with."""
     names: Mapping[str, str]
     """What its API calls fields of the engine."""
+    num_samples: int
 
     @property
     def is_finished(self) -> bool:
@@ -75,6 +76,7 @@ class ConversationExchange:
         self._kind = getattr(codec.recipe, asked.api.response)
         self.done: str | None = self._kind.sse_done_data()
         self.names = asked.names
+        self.num_samples = asked.params.n
         self._processors = [self._processor() for _ in range(asked.params.n)]
         self._responses: list[Any] = []
         self._is_finished = [False] * asked.params.n
