@@ -74,7 +74,7 @@ class Answer(Response):
                 chunk = await next_within(self._stream, self._config.keep_alive_s)
                 events: list[Event] = []
                 if chunk is not None:
-                    events = [] if has_begun else exchange.begin(usage_of(self._stream, note))
+                    events = [] if has_begun else await begin(self._stream, exchange, note)
                     has_begun = True
                     note.take(chunk)
                     events += exchange.push(chunk)
@@ -155,16 +155,20 @@ async def drain(stream: TokenStream, exchange: Exchange, note: Note) -> None:
     while not exchange.is_finished:
         chunk = await anext(stream)
         if not has_begun:
-            exchange.begin(usage_of(stream, note))
+            await begin(stream, exchange, note)
             has_begun = True
         note.take(chunk)
         exchange.push(chunk)
     stream.abort()
 
 
-def usage_of(stream: TokenStream, note: Note) -> Usage:
+async def begin(stream: TokenStream, exchange: Exchange, note: Note) -> list[Event]:
+    """What comes before the first chunk, once that is here."""
     note.begin(stream)
-    return Usage(stream.num_prompt_tokens, stream.num_cached_tokens, stream.source)
+    usage = Usage(stream.num_prompt_tokens, stream.num_cached_tokens, stream.source, stream.prompt_logprobs)
+    if usage.prompt_logprobs is None:
+        return exchange.begin(usage)
+    return await asyncio.to_thread(exchange.begin, usage)  # those of a long prompt would keep the loop
 
 
 def frames(events: Iterable[Event]) -> bytes:

@@ -13,7 +13,7 @@ import msgspec
 
 from deepinfer.http.codec import CHAT, RESPONSES, Asked, Codec
 from deepinfer.http.fault import HttpFault, anthropic_error, ended_early, openai_error
-from deepinfer.stream import Source, TokenChunk, TokenLogprob
+from deepinfer.stream import PromptLogprobs, Source, TokenChunk, TokenLogprob
 
 if TYPE_CHECKING:
     from deepseek_recipe import StreamProcessor
@@ -33,6 +33,8 @@ class Usage(NamedTuple):
     num_prompt_tokens: int
     num_cached_tokens: int
     source: Source | None
+    prompt_logprobs: PromptLogprobs | None = None
+    """Where they were asked for."""
 
 
 class Exchange(Protocol):
