@@ -44,6 +44,12 @@ T = TypeVar("T")
 
 INLINE_BYTES: Final = 2048
 """Bodies of more are read in a thread: parsing and encoding them would keep the loop."""
+NUM_READERS: Final = 2
+"""So many such threads at once: all of them want the interpreter's lock, and the loop waits for it behind them."""
+BODIES_A_TURN: Final = 8
+"""Small ones that are read in one turn of the loop; of a crowd the others wait for the next."""
+PROMPTS_A_TURN: Final = 16
+"""Of a completion with several, that are submitted in one turn of the loop."""
 
 
 def http_app(engine: Engine, config: HttpConfig | None = None) -> Starlette:
@@ -63,6 +69,8 @@ class _Server:
         self._names = config.served_names or (served_name(engine.config.model),)
         self._codec = Codec(engine.text, engine.limits, self._names)
         self._bodies = BodyReader(config)
+        self._readers = asyncio.Semaphore(NUM_READERS)
+        self._inline = asyncio.Semaphore(BODIES_A_TURN)
         self._created = int(time.time())
 
     def app(self) -> Starlette:
@@ -94,7 +102,7 @@ class _Server:
     def _conversation(self, api: Api) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             async with self._bodies.read(request) as body:
-                asked = await _run(partial(self._codec.ask, api), body)
+                asked = await self._run(partial(self._codec.ask, api), body)
             request_id, fields = _note(request).request_id, asked.converted.fields
             exchange = ConversationExchange(self._codec, asked, api.id_prefix + request_id)
             stream = self._stream(request_id, asked.prompt, asked.params, fields.priority or 0)
@@ -104,19 +112,30 @@ class _Server:
 
     async def _complete(self, request: Request) -> Response:
         async with self._bodies.read(request) as body:
-            asked = await _run(self._ask_completion, body)
+            asked = await self._run(self._ask_completion, body)
         request_id, priority = _note(request).request_id, asked.fields.priority or 0
         exchanges = [
             CompletionExchange(asked, f"cmpl-{request_id}", place * asked.params.n)
             for place in range(len(asked.prompts))
         ]
-        streams = [
-            self._stream(f"{request_id}-{place}", prompt, asked.params, priority)
-            for place, prompt in enumerate(asked.prompts)
-        ]
+        streams: list[TokenStream] = []
+        for place, prompt in enumerate(asked.prompts):
+            streams.append(self._stream(f"{request_id}-{place}", prompt, asked.params, priority))
+            if len(streams) % PROMPTS_A_TURN == 0:
+                await asyncio.sleep(0)
         if len(streams) > 1:
             return BatchAnswer(streams, exchanges)
         return Answer(streams[0], exchanges[0], self._config, is_stream=bool(asked.fields.stream))
+
+    async def _run(self, work: Callable[[bytes], T], body: bytes) -> T:
+        """Here if it is little, in a thread if not."""
+        if len(body) <= INLINE_BYTES:
+            async with self._inline:
+                found = work(body)
+                await asyncio.sleep(0)  # the place is free in the next turn
+            return found
+        async with self._readers:
+            return await asyncio.to_thread(work, body)
 
     def _ask_completion(self, body: bytes) -> AskedCompletion:
         asked = ask_completion(body, self._engine.limits.max_length)
@@ -132,7 +151,7 @@ class _Server:
 
     async def _count_tokens(self, request: Request) -> Response:
         async with self._bodies.read(request) as body:
-            ids = await _run(partial(self._count, MESSAGES), body)
+            ids = await self._run(partial(self._count, MESSAGES), body)
         return _json({"input_tokens": len(ids)})
 
     def _count(self, api: Api, body: bytes) -> list[int]:
@@ -140,7 +159,7 @@ class _Server:
 
     async def _tokenize(self, request: Request) -> Response:
         async with self._bodies.read(request) as body:
-            ids, tokens = await _run(self._token_ids, body)
+            ids, tokens = await self._run(self._token_ids, body)
         found = {"count": len(ids), "max_model_len": self._engine.limits.max_length, "tokens": ids}
         return _json(found | ({} if tokens is None else {"token_strs": tokens}))
 
@@ -160,7 +179,7 @@ class _Server:
 
     async def _detokenize(self, request: Request) -> Response:
         async with self._bodies.read(request) as body:
-            return _json({"prompt": await _run(self._spelt, body)})
+            return _json({"prompt": await self._run(self._spelt, body)})
 
     def _spelt(self, body: bytes) -> str:
         fields = decode_fields(body, DetokenizeFields)
@@ -231,11 +250,6 @@ def _note(request: Request) -> Note:
 
 def _json(content: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
-
-
-async def _run(work: Callable[[bytes], T], body: bytes) -> T:
-    """Here if it is little, in a thread if not."""
-    return work(body) if len(body) <= INLINE_BYTES else await asyncio.to_thread(work, body)
 
 
 async def _leave_to_gate(request: Request, error: Exception) -> Response:

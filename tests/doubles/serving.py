@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from deepinfer import Engine
 from deepinfer.http import HttpConfig, http_app
@@ -102,7 +103,14 @@ def _joined(rest: bytes) -> bytes:
 @asynccontextmanager
 async def serving(engine: Engine, *, send_buffer_bytes: int = 0, **settings: Any) -> AsyncIterator[Served]:
     """`settings` are of `HttpConfig`; the buffer is the system's, of each connection."""
-    config = uvicorn.Config(http_app(engine, HttpConfig(**settings)), lifespan="off", log_config=None, ws="none")
+    async with serving_app(http_app(engine, HttpConfig(**settings)), send_buffer_bytes=send_buffer_bytes) as served:
+        yield served
+
+
+@asynccontextmanager
+async def serving_app(app: ASGIApp, *, send_buffer_bytes: int = 0) -> AsyncIterator[Served]:
+    """As `serving`, whatever the app is."""
+    config = uvicorn.Config(app, lifespan="off", log_config=None, ws="none")
     config.timeout_graceful_shutdown = 5
     server = _Uvicorn(config)
     with socket.socket() as listener:
