@@ -31,6 +31,7 @@ def fate(sender: str, data: bytes) -> str:
     except WireError as error:
         return error.code.name
     assert decode(encode(message)) == message, data.hex()
+    read_kind(data)  # also where a decoder has not looked: no `StructureError`
     return type(message).__name__
 
 
