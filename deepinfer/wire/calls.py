@@ -47,7 +47,18 @@ FIRST_PING_S: Final = 0.25
 class Call:
     """One request of a client."""
 
-    __slots__ = ("frame", "id", "is_cancelled", "is_resumable", "last", "limit", "mailbox", "num_deltas", "window")
+    __slots__ = (
+        "frame",
+        "id",
+        "is_cancelled",
+        "is_resumable",
+        "is_resuming",
+        "last",
+        "limit",
+        "mailbox",
+        "num_deltas",
+        "window",
+    )
 
     def __init__(self, id: str, frame: bytes, mailbox: Mailbox, window: int, *, is_resumable: bool) -> None:
         self.id = id
@@ -57,6 +68,8 @@ class Call:
         self.window = window
         self.is_resumable = is_resumable
         self.is_cancelled = False
+        self.is_resuming = False
+        """A RESUME is under way: what follows the gap comes again."""
         self.limit = window
         """Pieces that may have been pushed: what was granted."""
         self.num_deltas = 0
@@ -190,6 +203,7 @@ class ClientSession:
         if delta.seq > call.num_deltas:
             self._resume(call)
             return
+        call.is_resuming = False
         call.num_deltas += 1
         mailbox = call.mailbox
         if delta.stop is not None:
@@ -234,7 +248,10 @@ class ClientSession:
                 self._end(call, from_wire(error))
 
     def _resume(self, call: Call) -> None:
+        if call.is_resuming:
+            return
         if call.is_resumable:
+            call.is_resuming = True
             call.limit = max(call.limit, call.mailbox.num_taken + call.window)
             self._say(Resume(id=call.id, next=call.num_deltas, limit=call.limit))
         else:
@@ -252,6 +269,7 @@ class ClientSession:
         self._untold.clear()
         self._say(Ping())  # how the engine does is known from the start
         for call in list(self._calls.values()):
+            call.is_resuming = False
             if call.is_cancelled:
                 self._say(Cancel(id=call.id))
             elif not call.num_deltas and (is_new or call.is_resumable):

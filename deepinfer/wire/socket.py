@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
@@ -17,6 +18,8 @@ import zmq
 from deepinfer.loop import running_loop
 
 MAX_READS_AT_ONCE: Final = 64
+MAX_TURN_S: Final = 0.005
+"""After so long, others on this loop have their turn."""
 MAX_PARTS_KEPT: Final = 3
 """Of a message: what comes behind them is counted, not kept."""
 
@@ -95,6 +98,7 @@ class LoopSocket:
 
     def _read(self) -> None:
         self._is_read_due = False
+        until_s = time.monotonic() + MAX_TURN_S
         for _ in range(MAX_READS_AT_ONCE):
             if self._socket.closed:
                 return
@@ -106,6 +110,8 @@ class LoopSocket:
                 self._on_message(arrival)
             except Exception:  # those behind it are read all the same: no further edge would tell of them
                 log.exception("a message could not be handled")
+            if time.monotonic() > until_s:
+                break
         if not self._socket.closed:
             self._look()
 
