@@ -281,7 +281,12 @@ def test_frames_said_twice_change_nothing(server: Server) -> None:
 
 
 def test_a_session_that_is_replayed_by_somebody_else_is_his_own(server: Server) -> None:
-    said = [submit(resumable=True), Grant(id="r1", limit=9, ack=1), Cancel(id="r1"), Resume(id="r1", next=0, limit=9)]
+    said: list[ClientMessage] = [
+        submit(resumable=True),
+        Grant(id="r1", limit=9, ack=1),
+        Cancel(id="r1"),
+        Resume(id="r1", next=0, limit=9),
+    ]
     server.say(A, said[0])
     server.feed(2)
     server.say(B, hello("another-session-of-tests"), *said)

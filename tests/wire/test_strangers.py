@@ -7,7 +7,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
@@ -59,6 +59,10 @@ class Peer:
 
     def send(self, *parts: bytes) -> None:
         self._socket.send_multipart(parts)
+
+    def send_all(self, frames: Sequence[bytes]) -> None:
+        for frame in frames:
+            self.send(frame)
 
     def say(self, message: ClientMessage) -> None:
         self.send(encode(message))
@@ -252,10 +256,11 @@ async def test_peers_that_vanish_in_every_state_leave_nothing(
 ) -> None:
     stream = other.stream(PROMPT, greedy(1500))
     endless = msgspec.structs.replace(SUBMIT, sampling=greedy(20_000), credit=30_000)
-    for said in (
+    states: list[list[ClientMessage]] = [
         [], [HELLO], [HELLO, endless], [HELLO, endless, Cancel("r1")], [SUBMIT], [HELLO, Bye()],
         [HELLO, msgspec.structs.replace(endless, credit=1)], [HELLO, endless, Ping()],
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for said in states:
         for _ in range(3):
             with peer_of(server.url) as peer:
                 for message in said:
@@ -281,17 +286,18 @@ NOT_ZMTP: Final = {
 @pytest.mark.parametrize("has_keys", [False, True])
 async def test_whoever_does_not_speak_zeromq_is_not_heard(engine: Engine, tmp_path: Path, has_keys: bool) -> None:
     keys = None
-    options: dict[str, Path] = {}
+    own: Path | None = None
+    public: Path | None = None
     if has_keys:
         public, secret = write_keys(tmp_path, "server")
         write_keys(tmp_path / "clients", "known")
         keys = ServerKeys(read_pair(secret), read_clients(tmp_path / "clients"))
-        options = {"key": tmp_path / "clients" / "known.key_secret", "server_key": public}
+        own = tmp_path / "clients" / "known.key_secret"
     rng = random.Random(5)
     noise = [rng.randbytes(rng.randrange(1, 300)) for _ in range(200)]
     async with (
         WireServer(engine, "tcp://127.0.0.1:*", keys=keys) as server,
-        connect(server.url, **options) as client,
+        connect(server.url, key=own, server_key=public) as client,
     ):
         stream = client.stream(PROMPT, greedy(1500))
         with ExitStack() as left:
@@ -328,7 +334,7 @@ async def test_no_flood_keeps_the_loop_for_long(server: WireServer, what: str) -
     with peer_of(server.url) as peer:
         assert isinstance(await peer.ask(HELLO), Welcome)
         frames = [LARGEST[what](place) for place in range(NUM_LARGEST)]
-        flood = threading.Thread(target=lambda: [peer.send(frame) for frame in frames])
+        flood = threading.Thread(target=peer.send_all, args=(frames,))
         flood.start()
         watching = asyncio.create_task(watch())
         codes = {code_of(await peer.hear()) for _ in frames}
