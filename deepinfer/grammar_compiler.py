@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 
 from deepinfer.errors import GrammarError
-from deepinfer.grammar import GrammarSource
+from deepinfer.grammar import JSON_OPTIONS, GrammarSource
 from deepinfer.matcher import Matcher, TokenBits, readable_reason
 from deepinfer_protocol import SlotSampling
 
@@ -37,12 +37,6 @@ LIMITS: Final[dict[str, Any]] = {
 }
 """Of one grammar, in the library's own units: to compile it some tens of milliseconds, for a mask about ten; some
 tens of megabytes."""
-_JSON_OPTIONS: Final[dict[str, Any]] = {
-    "lenient": False,
-    "coerce_one_of": False,
-    # Enough to indent; a model that likes spaces would go on for ever.
-    "whitespace_pattern": r"[ ]|\n[ \t]{0,32}",
-}
 
 
 class Grammar(NamedTuple):
@@ -55,8 +49,7 @@ class Grammar(NamedTuple):
 
     def matcher(self, sampling: SlotSampling, opening_id: int | None) -> Matcher:
         """For one sample; see `Matcher`."""
-        backend = self.backend.deep_copy()
-        return Matcher(backend, self.field, self.bits, sampling, eos_ids=self.eos_ids, opening_id=opening_id)
+        return Matcher(self.backend, self.field, self.bits, sampling, eos_ids=self.eos_ids, opening_id=opening_id)
 
 
 class GrammarCompiler:
@@ -147,7 +140,7 @@ def _to_library(matcher: type[LLMatcher], source: GrammarSource) -> str:
         return matcher.grammar_from_lark(source.text)
     if source.field == "choice":
         return matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(source.text))))
-    return matcher.grammar_from_json_schema(_checked_schema(source), overrides=_JSON_OPTIONS)  # type: ignore[arg-type]
+    return matcher.grammar_from_json_schema(_checked_schema(source), overrides=JSON_OPTIONS)  # type: ignore[arg-type]
 
 
 def _checked_schema(source: GrammarSource) -> str:

@@ -31,7 +31,7 @@ from deepinfer.admission import (
 )
 from deepinfer.chat import ChatOptions
 from deepinfer.core import EngineCore
-from deepinfer.errors import DeepInferError, EngineClosed, EngineError, InvalidRequest
+from deepinfer.errors import DeepInferError, EngineClosed, InternalError, InvalidRequest
 from deepinfer.grammar import GrammarSource, grammar_source
 from deepinfer.grammar_compiler import Grammar, GrammarCompiler
 from deepinfer.migrating import plain_prompt
@@ -168,8 +168,8 @@ class Intake:
             self._attach_text(request, params, text, ids, admitted)
         except DeepInferError as error:
             self._post_late(self._core.refuse, (request, error))
-        except Exception as error:
-            failure = EngineError(f"the prompt could not be encoded: {type(error).__name__}: {error}")
+        except BaseException as error:  # a panic of a library is no Exception
+            failure = InternalError(f"the prompt could not be encoded: {type(error).__name__}: {error}")
             self._post_late(self._core.refuse, (request, failure))
         else:
             self._post_late(self._core.encode, (request, ids, admitted))

@@ -171,6 +171,7 @@ class Sequence:
         "block_hashes",
         "block_ids",
         "capacity",
+        "draft_ids",
         "finish_reason",
         "generation",
         "held_block_ids",
@@ -210,6 +211,7 @@ class Sequence:
         self.num_unsure = 0  # of them: those that they do not, if none is
         self.num_computed = 0  # positions that the steps applied so far have computed
         self.num_drafts = 0  # that the last step sent makes
+        self.draft_ids = array("i")  # that the last step applied has made, where a mask is due
         self.survivals = b""  # of the drafts that the last step applied has made
         self.older_survivals = b""  # of the step before it
         self.num_published = 0  # blocks that others can adopt
@@ -283,6 +285,7 @@ class Sequence:
         """Nothing is computed, planned or drafted any more."""
         self.num_planned = self.num_unsure = self.num_computed = self.num_published = self.num_drafts = 0
         self.survivals = self.older_survivals = b""
+        self.draft_ids = array("i")
 
     @property
     def has_slot(self) -> bool:

@@ -185,6 +185,11 @@ class Mailbox:
             if self.waiter is not None:
                 wake(self.waiter)
 
+    @property
+    def is_over(self) -> bool:
+        """Has it ended, with all of its tokens taken? Its ends may still be here."""
+        return self.is_closed and all(piece[1] is None for piece in self._pieces)
+
     def take(self) -> TokenChunk | None:
         """Everything that waits for the sample whose piece is oldest, as one chunk."""
         pieces = self._pieces
@@ -296,6 +301,11 @@ class TokenStream:
     async def aclose(self) -> None:
         """`abort`, for those who look for it under this name."""
         self.abort()
+
+    @property
+    def is_over(self) -> bool:
+        """Has it ended, with all of its tokens read? How it ended may still be unread."""
+        return self._mailbox.is_over
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -88,8 +88,8 @@ def _wire(listen: str | None, key: Path | None, clients: Path | None, token_file
     keys = _keys(key, clients)
     if listen is not None:
         check_listen(listen, has_keys=keys is not None)
-    token = "" if token_file is None else token_file.read_text(encoding="utf-8").strip()
-    return lambda engine: WireServer(engine, listen, keys=keys, settings=WireSettings(token=token))
+    settings = WireSettings(token="" if token_file is None else _secrets("token_file", token_file))
+    return lambda engine: WireServer(engine, listen, keys=keys, settings=settings)
 
 
 def _keys(key: Path | None, clients: Path | None) -> ServerKeys | None:
@@ -102,7 +102,7 @@ def _keys(key: Path | None, clients: Path | None) -> ServerKeys | None:
 
 def _http(stack: ExitStack, address: str, served_names: tuple[str, ...], api_keys: Path | None) -> MakeDoor:
     server = _import_server()
-    keys = () if api_keys is None else tuple(api_keys.read_text(encoding="utf-8").split())
+    keys = () if api_keys is None else tuple(_secrets("api_keys", api_keys).split())
     host, port = server.split_address(address)
     server.check_exposure(host, bool(keys))
     config = server.HttpConfig(served_names=served_names, api_keys=keys)
@@ -113,6 +113,17 @@ def _http(stack: ExitStack, address: str, served_names: tuple[str, ...], api_key
         return door
 
     return make
+
+
+def _secrets(field: str, path: Path) -> str:
+    """What a file of them says. Raises `ConfigError`, also for one that says nothing: it would let everybody in."""
+    try:
+        found = path.read_text(encoding="utf-8").strip()
+    except UnicodeDecodeError:
+        raise ConfigError(field, f"{path}: text in UTF-8 is expected") from None
+    if not found:
+        raise ConfigError(field, f"{path} is empty")
+    return found
 
 
 def _import_server() -> ModuleType:

@@ -78,6 +78,8 @@ class Answer(Response):
                     note.num_completion_tokens += len(chunk.token_ids)
                     events += exchange.push(chunk)
                 await writer.write(KEEP_ALIVE if chunk is None else frames(events))
+                if chunk is not None:
+                    note.progress.sent_tokens(chunk.sample_index, len(chunk.token_ids))
         except (DeepInferError, HttpFault) as error:
             if not writer.has_begun:
                 raise

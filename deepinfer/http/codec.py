@@ -21,7 +21,7 @@ from deepinfer.admission import ModelLimits
 from deepinfer.chat import NO_OPTIONS
 from deepinfer.deepseek_chat import DeepseekFormat, import_recipe
 from deepinfer.errors import ContextLengthExceeded, InvalidRequest
-from deepinfer.http.constraints import WriteCalls, constrained_sampling
+from deepinfer.http.constraints import WriteCalls, constrained
 from deepinfer.http.fault import HttpFault, refused
 from deepinfer.http.fields import (
     MAX_VALUES,
@@ -109,6 +109,8 @@ class Asked(NamedTuple):
     converted: Converted
     prompt: list[int]
     params: SamplingParams
+    names: Mapping[str, str]
+    """What the API calls fields of them."""
 
 
 class Codec:
@@ -149,11 +151,11 @@ class Codec:
         fields = converted.fields
         config = fields.output_config if isinstance(fields, MessagesFields) else None
         form = None if config is None else config.format
-        constraint = constrained_sampling(
-            converted.request.conversation, api.format_field, form, converted.tools, self._write_calls
-        )
+        conversation = converted.request.conversation
+        constraint = constrained(conversation, api.format_field, form, converted.tools, self._write_calls)
         prompt = self.encode(converted.request)
-        return Asked(api, converted, prompt, self._sampling(converted, constraint, len(prompt)))
+        params = self._sampling(converted, constraint.sampling, len(prompt))
+        return Asked(api, converted, prompt, params, constraint.names)
 
     def convert(self, api: Api, body: bytes) -> Converted:
         """A body as the recipe has it. Raises `HttpFault`, which names the field."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import msgspec
 
 from deepinfer.http.codec import CHAT, RESPONSES, Asked, Codec
-from deepinfer.http.constraints import names_of
 from deepinfer.http.fault import HttpFault, anthropic_error, ended_early, openai_error
 from deepinfer.stream import Source, TokenChunk, TokenLogprob
 
@@ -75,7 +74,7 @@ class ConversationExchange:
         self._is_stream = bool(asked.converted.fields.stream)
         self._kind = getattr(codec.recipe, asked.api.response)
         self.done: str | None = self._kind.sse_done_data()
-        self.names = names_of(asked.api.format_field)
+        self.names = asked.names
         self._processors = [self._processor() for _ in range(asked.params.n)]
         self._responses: list[Any] = []
         self._is_finished = [False] * asked.params.n

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 import stat
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from deepinfer.errors import ConfigError
+from deepinfer.loopback import is_loopback
 from deepinfer.runtime_dir import MAX_SOCKET_PATH_BYTES
 
 _TCP: Final = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):(?P<port>\d{1,5}|\*)")
@@ -32,14 +32,6 @@ def check_connect(url: str) -> None:
     """Raises `ConfigError` for what is no URL of a server."""
     if not re.fullmatch(r"ipc://.+", url) and not _TCP.fullmatch(url):
         raise ConfigError("url", f"{url!r}: ipc:///folder/name or tcp://host:port is expected")
-
-
-def is_loopback(host: str) -> bool:
-    """A name is not looked up: `localhost` is the only one that counts."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _check_ipc(path: Path) -> None:

@@ -37,8 +37,8 @@ from deepinfer_protocol.client import Pong, Submit, Welcome, WireError
 from deepinfer_protocol.client.limits import MAX_FRAME_BYTES, MAX_TIMEOUT_MS
 
 TICK_S: Final = 0.1
-RETRY_S: Final = 0.02
-"""How soon a frame is tried again while ZeroMQ still connects."""
+RETRY_S: Final = 0.05
+"""How soon HELLO is tried again while ZeroMQ still connects."""
 FAREWELL_S: Final = 0.05
 """How long the last frames have to leave."""
 _OUR_NAMES: Final = {"token_ids": "prompt", "timeout_ms": "timeout_s", "queue_timeout_ms": "queue_timeout_s"}
@@ -109,10 +109,11 @@ class Client:
         self._options = options
         self._session = session
         self._timeout_s = timeout_s
-        self._window = window
+        self._wanted_window = window
         self._resumable = resumable
         self._is_open = False
         self._is_closed = False
+        self._is_retrying = False
         self._welcoming: Waiter | None = None
         self._ticking: Timer | None = None
 
@@ -309,6 +310,10 @@ class Client:
     def num_reconnects(self) -> int:
         return self._session.num_reconnects
 
+    @property
+    def _window(self) -> int:
+        return self._session.window(self._wanted_window)
+
     def _check_usable(self) -> None:
         if not self._is_open or self._is_closed:
             raise EngineClosed("the client is not open")
@@ -401,10 +406,13 @@ class Client:
                 if self._session.is_welcome:
                     self._session.lose(self._now())
                     self._session.take_frames()
-                self._loop.call_later(RETRY_S, self._say_hello)
+                if not self._is_retrying:
+                    self._is_retrying = True
+                    self._loop.call_later(RETRY_S, self._retry)
                 return
 
-    def _say_hello(self) -> None:
+    def _retry(self) -> None:
+        self._is_retrying = False
         if not self._is_closed and not self._session.is_welcome and self._session.rejection is None:
             self._session.hello(self._now())
             self._flush()

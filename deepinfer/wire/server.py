@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import time
+from collections import deque
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +27,7 @@ from deepinfer.wire.address import check_listen
 from deepinfer.wire.allow_list import AllowList
 from deepinfer.wire.keys import ServerKeys, server_options
 from deepinfer.wire.session import Abort, Action, Drop, Load, Pull, Send, ServerSession, Settings, Start
-from deepinfer.wire.socket import Arrival, LoopSocket
+from deepinfer.wire.socket import Arrival, LoopSocket, Offer
 from deepinfer_protocol import VERSION, unpack_int32
 from deepinfer_protocol.client import CLIENT_VERSION, Submit, Welcome
 from deepinfer_protocol.client.limits import MAX_FRAME_BYTES, MAX_NAME_CHARACTERS
@@ -34,6 +35,10 @@ from deepinfer_protocol.client.limits import MAX_FRAME_BYTES, MAX_NAME_CHARACTER
 TICK_S: Final = 0.25
 FAREWELL_S: Final = 0.05
 """How long the last frames have to leave."""
+FULL_S: Final = 0.01
+"""How soon a connection whose queue is full is tried again."""
+MAX_WAITING: Final = 1024
+"""Frames that wait for such a connection: with more it is lost."""
 _SOCKET_NAME: Final = "c.sock"
 
 log = logging.getLogger(__name__)
@@ -64,6 +69,9 @@ class WireServer:
         self._settings = settings or Settings()
         self._streams: dict[int, _Reading] = {}
         self._is_acting = False
+        self._is_resend_due = False
+        self._outgoing: list[Send] = []
+        self._full: dict[bytes, deque[bytes]] = {}  # what waits for connections whose queues are full
         self._idle = asyncio.Event()
         self._closing = ExitStack()
         self.url = ""
@@ -72,6 +80,7 @@ class WireServer:
 
     async def open(self) -> None:
         """Listen. Raises `ConfigError` for a place that is taken, or that cannot be listened on."""
+        self._loop = asyncio.get_running_loop()
         self._session = ServerSession(self._welcome(), self._settings, self._load)
         with ExitStack() as stack:
             listen = self._listen or f"ipc://{self._own_folder(stack) / _SOCKET_NAME}"
@@ -104,7 +113,7 @@ class WireServer:
             zmq.LINGER: 0,
             zmq.MAXMSGSIZE: MAX_FRAME_BYTES,
             zmq.SNDHWM: 4096,
-            zmq.RCVHWM: 1024,
+            zmq.RCVHWM: 16,  # messages of a peer in memory, each of up to 4 MiB: those behind them stay with it
             zmq.HEARTBEAT_IVL: 1000,
             zmq.HEARTBEAT_TIMEOUT: 5000,
             zmq.HANDSHAKE_IVL: 5000,
@@ -192,6 +201,9 @@ class WireServer:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
+            for key, reading in self._streams.items():
+                if reading.stream.is_over:
+                    self._session.over(key, self._now())
             self._session.tick(self._now())
             self._act()
 
@@ -206,14 +218,23 @@ class WireServer:
                     self._do(action)
         finally:
             self._is_acting = False
+        if self._session.is_behind and not self._is_resend_due:
+            self._is_resend_due = True
+            self._loop.call_soon(self._resend)
         if not self._session.num_open:
             self._idle.set()
 
+    def _resend(self) -> None:
+        self._is_resend_due = False
+        self._session.resend()
+        self._act()
+
     def _do(self, action: Action) -> None:
         match action:
-            case Send(connection, frame):
-                if not self._socket.send((connection, frame)):
-                    self._session.lose(connection, self._now())
+            case Send():
+                if not self._outgoing:
+                    self._loop.call_soon(self._send_all)
+                self._outgoing.append(action)
             case Pull(key):
                 if key in self._streams:
                     self._streams[key].gate.set()
@@ -226,6 +247,49 @@ class WireServer:
                 if (reading := self._streams.pop(key, None)) is not None:
                     reading.stream.abort()
                     reading.task.cancel()
+
+    def _send_all(self) -> None:
+        """What one turn of the loop has brought, most often a step's deltas: ZeroMQ then writes them together."""
+        outgoing, self._outgoing = self._outgoing, []
+        lost = set[bytes]()
+        for connection, frame in outgoing:
+            if connection not in lost and not self._send(connection, frame):
+                lost.add(connection)
+                self._session.lose(connection, self._now())
+        self._act()
+
+    def _send(self, connection: bytes, frame: bytes) -> bool:
+        """Now, or when there is room. False: it will not be sent."""
+        waiting = self._full.get(connection)
+        if waiting is not None:
+            waiting.append(frame)
+            self._session.hold(connection)  # also where it was welcomed anew meanwhile
+            return len(waiting) <= MAX_WAITING
+        offer = self._socket.offer((connection, frame))
+        if offer is not Offer.FULL or not self._session.is_welcome(connection):
+            return offer is Offer.TAKEN
+        if not self._full:
+            self._loop.call_later(FULL_S, self._retry)
+        self._full[connection] = deque([frame])
+        self._session.hold(connection)
+        return True
+
+    def _retry(self) -> None:
+        """Send what waits, as far as there is room."""
+        for connection, waiting in list(self._full.items()):
+            offer = Offer.TAKEN if self._session.is_welcome(connection) else Offer.GONE
+            while waiting and offer is Offer.TAKEN:
+                offer = self._socket.offer((connection, waiting[0]))
+                if offer is Offer.TAKEN:
+                    waiting.popleft()
+            if offer is Offer.GONE:
+                self._session.lose(connection, self._now())
+            if offer is not Offer.FULL:
+                del self._full[connection]
+                self._session.release(connection)
+        if self._full:
+            self._loop.call_later(FULL_S, self._retry)
+        self._act()
 
     def _start(self, key: int, submit: Submit) -> None:
         try:

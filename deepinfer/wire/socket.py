@@ -1,16 +1,17 @@
 """A ZeroMQ socket whose messages are read through its file descriptor on the running loop.
 
-The descriptor is edge-triggered, and sending can eat an edge: after every send, and after every capped read, the
-socket's events are looked at again. Knows nothing of what the messages mean.
+The descriptor is edge-triggered, and sending can eat an edge: after sends, and after every capped read, the socket's
+events are looked at again, once for all that one turn of the loop sends. Knows nothing of what the messages mean.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum, auto
+from time import monotonic
 from typing import Final, NamedTuple
 
 import zmq
@@ -18,11 +19,12 @@ import zmq
 from deepinfer.loop import running_loop
 
 MAX_READS_AT_ONCE: Final = 64
-MAX_TURN_S: Final = 0.005
-"""After so long, others on this loop have their turn."""
+MAX_READ_S: Final = 0.005
+"""How long messages are read and handled before others have their turn; one may take longer."""
 MAX_PARTS_KEPT: Final = 3
 """Of a message: what comes behind them is counted, not kept."""
-
+_LAST_PART: Final = int(zmq.NOBLOCK)
+_PART: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +35,15 @@ class Arrival(NamedTuple):
     parts: list[bytes]
     user: str
     """Who the transport says sent it; empty where it does not say."""
+
+
+class Offer(Enum):
+    """What became of a message that was to be sent."""
+
+    TAKEN = auto()
+    FULL = auto()
+    """Nobody reads, or, of a socket that waits for its peer, nobody is there."""
+    GONE = auto()
 
 
 class LoopSocket:
@@ -51,7 +62,7 @@ class LoopSocket:
         self._loop = running_loop()
         self._on_message = on_message
         self._has_users = has_users
-        self._is_read_due = False
+        self._is_look_due = False
         self._socket = context.socket(kind)
         for option, value in options.items():
             self._socket.setsockopt(option, value)
@@ -64,24 +75,32 @@ class LoopSocket:
     def bind(self, endpoint: str) -> str:
         """The endpoint that it got: of `tcp://host:*`, with the port."""
         self._socket.bind(endpoint)
-        self._look()
+        self._look_soon()
         return bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
     def connect(self, endpoint: str) -> None:
         self._socket.connect(endpoint)
-        self._look()
+        self._look_soon()
 
     def send(self, parts: Sequence[bytes]) -> bool:
         """False: nobody is there, or nobody reads, and nothing was sent."""
+        return self.offer(parts) is Offer.TAKEN
+
+    def offer(self, parts: Sequence[bytes]) -> Offer:
+        """Send it, if it can be sent at once."""
         if self._socket.closed:
-            return False
+            return Offer.GONE
         try:
-            self._socket.send_multipart(parts, zmq.NOBLOCK)
+            for part in parts[:-1]:
+                self._socket.send(part, _PART)
+            self._socket.send(parts[-1], _LAST_PART)
+        except zmq.Again:
+            return Offer.FULL
         except zmq.ZMQError:
-            return False
+            return Offer.GONE
         finally:
-            self._look()
-        return True
+            self._look_soon()
+        return Offer.TAKEN
 
     def close(self) -> None:
         """Nothing is delivered from here on."""
@@ -91,14 +110,18 @@ class LoopSocket:
             self._finalizer.detach()
             self._socket.close(linger=0)
 
+    def _look_soon(self) -> None:
+        if not self._is_look_due:
+            self._is_look_due = True
+            self._loop.call_soon(self._look)
+
     def _look(self) -> None:
-        if not self._is_read_due and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._is_read_due = True
-            self._loop.call_soon(self._read)
+        self._is_look_due = False
+        if not self._socket.closed and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._read()
 
     def _read(self) -> None:
-        self._is_read_due = False
-        until_s = time.monotonic() + MAX_TURN_S
+        until_s = monotonic() + MAX_READ_S
         for _ in range(MAX_READS_AT_ONCE):
             if self._socket.closed:
                 return
@@ -110,10 +133,10 @@ class LoopSocket:
                 self._on_message(arrival)
             except Exception:  # those behind it are read all the same: no further edge would tell of them
                 log.exception("a message could not be handled")
-            if time.monotonic() > until_s:
+            if monotonic() >= until_s:
                 break
         if not self._socket.closed:
-            self._look()
+            self._look_soon()
 
     def _receive(self) -> Arrival:
         parts: list[bytes] = []

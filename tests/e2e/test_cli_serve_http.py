@@ -143,6 +143,26 @@ def test_keys_come_from_a_file_and_are_looked_at(tmp_path: Path) -> None:
         assert server.end() == 0 and "/v1/models" not in server.written
 
 
+@pytest.mark.parametrize("option", ["--api-keys", "--token-file"])
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"", "is empty"), (b" \n\t\n", "is empty"), (b"\xff" * 16, "text in UTF-8 is expected")],
+)
+def test_a_file_of_secrets_that_has_none_is_refused(option: str, content: bytes, said: str, tmp_path: Path) -> None:
+    secrets = tmp_path / "secrets"
+    secrets.write_bytes(content)
+    done = run_command("serve", "no-such-model", "--http", "127.0.0.1:0", option, str(secrets))
+    field = option.removeprefix("--").replace("-", "_")
+    assert done.returncode == 2 and f"{field}: " in done.stderr and said in done.stderr, done
+
+
+def test_a_token_that_cannot_be_sent_is_refused(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("x" * 257)
+    done = run_command("serve", "no-such-model", "--token-file", str(token))
+    assert done.returncode == 2 and "token: 257 characters, at most 256" in done.stderr, done
+
+
 def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"

@@ -1,207 +1,221 @@
-"""What a client decides, frame by frame, with a clock of our own and no server."""
+"""What a client says, frame by frame, to a server's own decisions, with a clock of our own and no sockets."""
 
 from __future__ import annotations
 
-from typing import Final
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Final, TypeVar
 
 import pytest
+from msgspec.structs import replace
 
-from deepinfer import ConnectionLost, ConnectionRejected, EngineClosed, EngineError
+from deepinfer import TokenChunk
 from deepinfer.stream import Mailbox
 from deepinfer.wire.calls import ClientSession
+from deepinfer.wire.session import Load, Pull, Send, ServerSession, Settings
 from deepinfer_protocol import SamplingParams, pack_int32
 from deepinfer_protocol.client import (
-    Cancel,
     ClientMessage,
     Delta,
     Error,
     ErrorCode,
-    Finish,
-    GoAway,
-    Grant,
     Hello,
     Ping,
-    Pong,
     Reject,
     Resume,
     ServerMessage,
     Submit,
-    Welcome,
     decode_client,
     encode,
 )
-from protocol.client_cases import WELCOME, changed
+from protocol.client_cases import WELCOME
 
-OTHER: Final = Welcome(1, "another-run", "deepinfer", "m", 97, 100, WELCOME.limits)
-PING_S: Final = WELCOME.limits.ping_ms / 1000
+M = TypeVar("M", bound=ClientMessage)
+SETTINGS: Final = Settings()
+STRANGER: Final = Error.of(ErrorCode.E_HELLO)
 
 
-class Client:
-    """A session, its clock, and what it says."""
+class Pair:
+    """A client and a server. Frames go to and fro at once; `pulled` streams wait for a chunk of the engine."""
 
     def __init__(self) -> None:
-        self.session = ClientSession(give_up_s=30.0)
+        self.client = ClientSession()
+        self.server = ServerSession(
+            replace(WELCOME, limits=SETTINGS.limits, engine="one"), SETTINGS, lambda: Load(1, 1, 1)
+        )
+        self.connection = b"first"
         self.now = 100.0
-        self.session.hello(self.now)
-        assert [type(message) for message in self.said()] == [Hello]
+        self.said: list[ClientMessage] = []
+        self.num_heard = 0
+        self.pulled: deque[int] = deque()
+        self.client.hello(self.now)
+        self.settle()
 
-    def hear(self, *messages: ServerMessage | bytes) -> list[ClientMessage]:
-        for message in messages:
-            frame = message if isinstance(message, bytes) else encode(message)
-            self.session.receive([frame], self.now)
-        return self.said()
+    def settle(self) -> None:
+        """Deliver until both are silent."""
+        while (frames := self.client.take_frames()) or (actions := self.server.take_actions()):
+            for frame in frames:
+                self.said.append(decode_client(frame))
+                self.server.receive(self.connection, [frame], "", self.now)
+            if not frames:
+                self.deliver(self.sent_of(actions))
+            if self.server.is_behind:
+                self.server.resend()
 
-    def said(self) -> list[ClientMessage]:
-        return [decode_client(frame) for frame in self.session.take_frames()]
+    def deliver(self, frames: Iterable[bytes]) -> None:
+        for frame in frames:
+            self.num_heard += 1
+            self.client.receive([frame], self.now)
 
-    def after(self, seconds: float) -> list[ClientMessage]:
-        self.now += seconds
-        self.session.tick(self.now)
-        return self.said()
+    def sent_of(self, actions: Iterable[object]) -> Iterator[bytes]:
+        for action in actions:
+            if isinstance(action, Pull):
+                self.pulled.append(action.key)
+            elif isinstance(action, Send):
+                yield action.frame
 
-    def ask(self, id: str = "r1", *, n: int = 1, resumable: bool = True, credit: int = 100) -> Mailbox:
+    def submit(self, id: str = "a", *, n: int = 1, credit: int = 1024, resumable: bool = True) -> Mailbox:
         mailbox = Mailbox(None, n)
         sampling = SamplingParams(n=n)
-        self.session.submit(Submit(id, prompt="x", sampling=sampling, resumable=resumable, credit=credit), mailbox)
+        self.client.submit(Submit(id=id, prompt="x", credit=credit, resumable=resumable, sampling=sampling), mailbox)
         return mailbox
+
+    def make(self, num_chunks: int) -> list[bytes]:
+        """The frames of as many chunks of one token as are pulled, undelivered."""
+        frames: list[bytes] = []
+        for _ in range(num_chunks):
+            key = self.pulled.popleft()
+            at = self.server._by_key[key][1].num_tokens
+            self.server.chunk(key, TokenChunk("x", (1,), at), self.now)
+            frames += self.sent_of(self.server.take_actions())
+        return frames
+
+    def hear(self, message: ServerMessage) -> list[ClientMessage]:
+        """What the client says to it."""
+        self.client.receive([encode(message)], self.now)
+        return self.spoken()
+
+    def spoken(self) -> list[ClientMessage]:
+        """But pings."""
+        messages = [decode_client(frame) for frame in self.client.take_frames()]
+        return [message for message in messages if not isinstance(message, Ping)]
+
+    def num_said(self, kind: type[M]) -> int:
+        return sum(isinstance(message, kind) for message in self.said)
+
+
+def hellos_over(client: ClientSession, *, seconds: int) -> int:
+    """How often it has said so by then, ticking ten times a second."""
+    num_hellos = 0
+    for tick in range(10 * seconds + 1):
+        client.tick(tick / 10)
+        num_hellos += len(client.take_frames())
+    return num_hellos
+
+
+def reject(*, retryable: bool, retry_after_ms: int = 0) -> Reject:
+    return Reject(
+        code=20,
+        name="E_OVERLOADED",
+        text="full",
+        min_version=1,
+        max_version=1,
+        retryable=retryable,
+        retry_after_ms=retry_after_ms,
+    )
 
 
 @pytest.fixture
-def client() -> Client:
-    """That is welcome."""
-    client = Client()
-    assert client.hear(WELCOME) == [Ping()]
-    return client
+def pair() -> Pair:
+    return Pair()
 
 
-def delta(seq: int, *, id: str = "r1", reason: str | None = None) -> Delta:
-    return Delta(id, seq, index=seq, token_ids=pack_int32([seq]), text=str(seq), reason=reason)  # type: ignore[arg-type]
+def test_a_new_connection_costs_one_hello_however_many_messages_were_under_way(pair: Pair) -> None:
+    mailboxes = {f"r{index}": pair.submit(f"r{index}") for index in range(64)}
+    pair.settle()
+    pair.connection = b"second"  # ZeroMQ made it without a word
+    pair.said.clear()
+    for id, mailbox in mailboxes.items():
+        mailbox.num_taken += 600
+        pair.client.grant(id)
+    pair.settle()
+    assert pair.num_said(Hello) == 1 and pair.client.num_reconnects == 1
+    assert len([message for message in pair.said if not isinstance(message, Ping)]) == 64 + 1 + 64
 
 
-def tokens_in(mailbox: Mailbox) -> list[int]:
-    tokens: list[int] = []
-    while (chunk := mailbox.take()) is not None:
-        tokens += chunk.token_ids
-    return tokens
+def test_hello_is_repeated_every_second_until_there_is_a_welcome_and_then_every_ping(pair: Pair) -> None:
+    client = ClientSession()
+    client.hello(0.0)
+    assert hellos_over(client, seconds=10) == 1 + 10
+    pair.client.lose(0.0)
+    pair.client.take_frames()
+    assert hellos_over(pair.client, seconds=10) == round(10 / SETTINGS.ping_s)
 
 
-def test_a_repetition_is_dropped_and_one_resume_closes_a_gap(client: Client) -> None:
-    mailbox = client.ask()
-    assert [type(message) for message in client.said()] == [Submit]
-    assert client.hear(delta(0), delta(1), delta(1), delta(0)) == []
-    assert client.hear(delta(3), delta(4), Finish("r1", "length", seq=5)) == [Resume("r1", next=2, limit=100)]
-    assert client.hear(delta(2), delta(3), delta(4, reason="length"), Finish("r1", "length", seq=5)) == []
-    assert tokens_in(mailbox) == [0, 1, 2, 3, 4] and mailbox.is_closed and mailbox.error is None
+def test_a_server_that_is_full_says_when_and_one_that_refuses_hears_nothing_more() -> None:
+    client = ClientSession()
+    client.hello(0.0)
+    client.receive([encode(reject(retryable=True, retry_after_ms=7000))], 0.5)
+    assert hellos_over(client, seconds=7) == 1
+    assert hellos_over(client, seconds=9) == 1 + 1
+    client.receive([encode(reject(retryable=False))], 9.5)
+    assert hellos_over(client, seconds=60) == 0
+    client.lose(60.0)
+    assert client.take_frames() == []
 
 
-def test_a_gap_is_closed_again_after_the_next_cut(client: Client) -> None:
-    client.ask()
-    client.hear(delta(0), delta(2))
-    again = client.hear(Error.of(ErrorCode.E_HELLO), WELCOME)
-    assert [type(message) for message in again] == [Hello, Ping, Resume]
-    assert client.hear(delta(3)) == []  # the second RESUME is under way as well
-    assert client.hear(delta(1)) == []
-    assert client.hear(delta(3)) == [Resume("r1", next=2, limit=100)]
+def test_a_stream_that_is_not_resumable_is_lost_once(pair: Pair) -> None:
+    """A second WELCOME to the same connection would end what was said after the first one."""
+    mailbox = pair.submit(resumable=False)
+    pair.settle()
+    assert [type(message) for message in pair.hear(STRANGER)] == [Hello]
+    assert pair.hear(STRANGER) == [] and not mailbox.is_closed
 
 
-def test_an_end_that_came_too_early_is_asked_for_again(client: Client) -> None:
-    mailbox = client.ask()
-    client.said()
-    assert client.hear(delta(0), Error.of(ErrorCode.E_WORKER_LOST, "r1", seq=3)) == [Resume("r1", 1, limit=100)]
-    client.hear(delta(1), delta(2), Error.of(ErrorCode.E_WORKER_LOST, "r1", seq=3))
-    assert tokens_in(mailbox) == [0, 1, 2] and isinstance(mailbox.error, EngineError)
+def test_a_gap_is_closed_by_one_resume(pair: Pair) -> None:
+    pair.submit()
+    pair.settle()
+    frames = pair.make(101)
+    pair.said.clear()
+    pair.num_heard = 0
+    pair.deliver(frames[1:])
+    pair.settle()
+    assert pair.num_said(Resume) == 1 and pair.num_heard == 100 + 101
+    assert pair.client._calls["a"].num_deltas == 101
+    pair.deliver(pair.make(2)[1:])
+    pair.settle()
+    assert pair.num_said(Resume) == 2, "a second gap is another one"
 
 
-def test_a_stream_that_cannot_be_resumed_ends_at_a_gap(client: Client) -> None:
-    mailbox = client.ask(resumable=False)
-    client.said()
-    assert client.hear(delta(0), delta(2)) == [Cancel("r1")]
-    assert tokens_in(mailbox) == [0] and isinstance(mailbox.error, ConnectionLost)
+def test_a_cancelled_stream_is_not_resumed(pair: Pair) -> None:
+    pair.submit()
+    pair.settle()
+    frames = pair.make(3)
+    pair.client.cancel("a")
+    pair.client.take_frames()
+    pair.deliver(frames[1:])
+    assert pair.spoken() == []
 
 
-def test_what_is_no_message_is_skipped(client: Client) -> None:
-    mailbox = client.ask()
-    client.said()
-    client.session.receive([encode(delta(0)), b"more"], client.now)
-    assert client.hear(b"", b"\xc1", encode(Ping()), changed(delta(0), kind="later"), changed(delta(0), seq=-1)) == []
-    assert client.hear(changed(delta(0), later="unknown")) == []
-    assert tokens_in(mailbox) == [0]
+@pytest.mark.parametrize("window", [2, 1024, 4096, 8192, 8193, 1 << 20])
+def test_a_stream_that_is_read_goes_on_whatever_the_window(pair: Pair, window: int) -> None:
+    mailbox = pair.submit(credit=window)
+    pair.settle()
+    for _ in range(3 * SETTINGS.max_unacked_tokens):
+        pair.deliver(pair.make(1))
+        mailbox.take()
+        if mailbox.is_paused:
+            mailbox.is_paused = False
+            pair.client.grant("a")
+        pair.settle()
+    assert mailbox.num_taken == 3 * SETTINGS.max_unacked_tokens
 
 
-def test_credit_is_granted_when_half_of_the_window_is_used(client: Client) -> None:
-    mailbox = client.ask(credit=4)
-    client.said()
-    assert client.hear(delta(0)) == []
-    assert tokens_in(mailbox) == [0]
-    assert client.hear(delta(1)) == [Grant("r1", limit=5, ack=2)]
-    assert client.hear(delta(2), delta(3)) == [] and mailbox.is_paused
-    assert tokens_in(mailbox) == [1, 2, 3]
-    client.session.grant("r1")
-    assert client.said() == [Grant("r1", limit=8, ack=4)]
-
-
-def test_after_a_cut_everything_that_is_open_is_said_again(client: Client) -> None:
-    unheard, heard, other, cancelled = (
-        client.ask("a"), client.ask("b"), client.ask("c", resumable=False), client.ask("d"),
-    )  # fmt: skip
-    submits = client.said()
-    client.hear(delta(0, id="b"), delta(0, id="c"))
-    client.session.cancel("d")
-    client.said()
-    assert client.hear(Error.of(ErrorCode.E_HELLO)) != []
-    assert client.hear(WELCOME) == [Ping(), submits[0], Resume("b", next=1, limit=100), Cancel("d")]
-    assert isinstance(other.error, ConnectionLost) and not unheard.is_closed and not heard.is_closed
-    client.hear(Finish("d", "abort"))
-    assert cancelled.is_closed and cancelled.error is None
-
-
-def test_another_run_of_the_server_has_nothing_of_what_was_heard(client: Client) -> None:
-    unheard, heard = client.ask("a"), client.ask("b")
-    submits = client.said()
-    client.hear(delta(0, id="b"))
-    assert client.hear(OTHER) == [Ping(), submits[0]]
-    assert isinstance(heard.error, ConnectionLost) and not unheard.is_closed
-
-
-def test_what_is_cancelled_during_a_cut_is_told_after_it(client: Client) -> None:
-    mailbox = client.ask()
-    client.said()
-    client.hear(delta(0), Error.of(ErrorCode.E_HELLO))
-    client.session.cancel("r1")
-    assert mailbox.is_closed and client.said() == []
-    assert client.hear(WELCOME) == [Cancel("r1"), Ping()]
-
-
-def test_a_silent_server_is_pinged_then_greeted_then_given_up(client: Client) -> None:
-    mailbox = client.ask()
-    client.said()
-    said = [type(message) for _ in range(8) for message in client.after(PING_S / 2)]
-    assert said[:3] == [Ping, Ping, Ping] and said[-1] is Hello and not mailbox.is_closed
-    for _ in range(70):
-        client.after(0.5)
-    assert isinstance(mailbox.error, ConnectionLost)
-
-
-def test_an_answer_to_a_ping_keeps_the_connection(client: Client) -> None:
-    for _ in range(20):
-        assert all(isinstance(message, Ping) for message in client.after(PING_S))
-        client.hear(Pong(steps=7))
-    assert client.session.is_welcome and client.session.pong == Pong(steps=7)
-
-
-def test_a_rejection_ends_everything_and_one_for_a_while_nothing(client: Client) -> None:
-    mailbox = client.ask()
-    client.hear(Reject(20, "E_OVERLOADED", "later", 1, 1, retryable=True, retry_after_ms=5))
-    assert not mailbox.is_closed
-    client.hear(Reject(3, "E_AUTH", "no", 1, 1))
-    assert isinstance(mailbox.error, ConnectionRejected)
-
-
-def test_a_deadline_is_of_one_connection(client: Client) -> None:
-    mailbox = client.ask()
-    client.hear(GoAway(deadline_ms=5000))
-    assert client.session.deadline_s == client.now + 5.0
-    client.hear(Error.of(ErrorCode.E_SHUTDOWN, "r1"))
-    assert isinstance(mailbox.error, EngineClosed)
-    client.hear(WELCOME)
-    assert client.session.deadline_s is None
+def test_a_cancel_out_of_reach_ends_the_samples_that_had_not_ended(pair: Pair) -> None:
+    mailbox = pair.submit(n=3)
+    pair.hear(Delta(id="a", seq=0, sample=1, token_ids=pack_int32([7]), reason="stop"))
+    pair.client.lose(pair.now)
+    pair.client.cancel("a")
+    ends = {chunk.sample_index: chunk.finish_reason for chunk in iter(mailbox.take, None)}
+    assert ends == {1: "stop", 0: "abort", 2: "abort"}
+    assert mailbox.is_closed and pair.client.num_open == 0

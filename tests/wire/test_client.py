@@ -31,6 +31,7 @@ from deepinfer.trace import Trace
 from deepinfer.wire.keys import ServerKeys, read_clients, read_pair, write_keys
 from deepinfer.wire.server import WireServer
 from deepinfer.wire.session import Settings
+from deepinfer.wire.socket import LoopSocket
 from doubles.byte_tokenizer import VOCAB_SIZE, save_byte_tokenizer
 from doubles.reading import PROMPT, greedy, tokens_of, wanted
 from wire.conftest import QUICK
@@ -378,6 +379,16 @@ async def test_another_server_at_the_same_place_has_forgotten_the_streams(engine
 async def test_a_server_that_stays_away_is_given_up(no_tasks_left: None, runtime_home: Path) -> None:
     with pytest.raises(ConnectionLost, match="no answer"):
         await connect(f"ipc://{runtime_home}/nobody.sock", timeout_s=0.2).open()
+
+
+async def test_a_server_out_of_reach_is_tried_every_50_ms(
+    no_tasks_left: None, runtime_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frames = list[object]()
+    monkeypatch.setattr(LoopSocket, "send", lambda socket, parts: frames.append(parts))
+    with pytest.raises(ConnectionLost, match="no answer"):
+        await connect(f"ipc://{runtime_home}/nobody.sock", timeout_s=1.6).open()
+    assert len(frames) <= 1.6 / 0.05 + 2
 
 
 # ---- who may
