@@ -37,6 +37,7 @@ class Queues:
             hello = Hello(min_version=1, max_version=1, session=f"a-session-of-tests-{connection.decode()}")
             self._session.receive(connection, [encode(hello)], "", server._now())
         server._act()
+        server._send_all()
         self.sent = {A: [], B: []}
         self.num_offered.clear()
 
@@ -49,8 +50,10 @@ class Queues:
         return offer
 
     def send(self, server: WireServer, connection: bytes, *frames: bytes) -> None:
+        """All of it in one turn."""
         self._session._actions += [Send(connection, frame) for frame in frames]
         server._act()
+        server._send_all()
 
 
 @pytest.fixture
