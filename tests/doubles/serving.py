@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import uvicorn
+from opentelemetry.trace import TracerProvider
 
 from deepinfer import Engine
 from deepinfer.http import HttpConfig, http_app
@@ -101,10 +102,12 @@ def _joined(rest: bytes) -> bytes:
 
 
 @asynccontextmanager
-async def serving(engine: Engine, *, send_buffer_bytes: int = 0, **settings: Any) -> AsyncIterator[Served]:
+async def serving(
+    engine: Engine, *, send_buffer_bytes: int = 0, tracer_provider: TracerProvider | None = None, **settings: Any
+) -> AsyncIterator[Served]:
     """`settings` are of `HttpConfig`; the buffer is the system's, of each connection."""
     limits = HttpConfig(**settings)
-    config = uvicorn.Config(http_app(engine, limits), **uvicorn_settings(limits))
+    config = uvicorn.Config(http_app(engine, limits, tracer_provider=tracer_provider), **uvicorn_settings(limits))
     config.timeout_graceful_shutdown = 5
     server = _Uvicorn(config)
     with socket.socket() as listener:
