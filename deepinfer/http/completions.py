@@ -196,7 +196,7 @@ class CompletionExchange:
     def usage(self) -> dict[str, Any]:
         num_prompt, num_new = self._usage.num_prompt_tokens, self.num_completion_tokens
         cached = {"cached_tokens": self._usage.num_cached_tokens}
-        return usage_of(num_prompt, num_new) | {"prompt_tokens_details": cached}
+        return _totals(num_prompt, num_new) | {"prompt_tokens_details": cached}
 
     def failure(self, fault: HttpFault) -> Event:
         return self._event(openai_error(fault))
@@ -215,14 +215,14 @@ class CompletionExchange:
         choices = [choice for exchange in exchanges for choice in exchange.choices()]
         num_prompt = sum(exchange.num_prompt_tokens for exchange in exchanges)
         num_new = sum(exchange.num_completion_tokens for exchange in exchanges)
-        return msgspec.json.encode({**self._head, "choices": choices, "usage": usage_of(num_prompt, num_new)})
+        return msgspec.json.encode({**self._head, "choices": choices, "usage": _totals(num_prompt, num_new)})
 
     @staticmethod
     def _event(content: dict[str, Any]) -> Event:
         return Event(msgspec.json.encode(content).decode())
 
 
-def usage_of(num_prompt: int, num_new: int) -> dict[str, Any]:
+def _totals(num_prompt: int, num_new: int) -> dict[str, Any]:
     return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
 
 

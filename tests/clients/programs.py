@@ -47,7 +47,7 @@ def build_node() -> Programs:
     return Programs(
         ["node", str(test / "probe.mjs")],
         ["node", str(folder / "examples" / "stream.mjs")],
-        ["node", "--test", *map(str, sorted(test.glob("*.test.mjs")))],
+        ["node", "--test", "--test-reporter=tap", *map(str, sorted(test.glob("*.test.mjs")))],
         ["node", str(test / "verdicts.mjs")],
     )
 

@@ -14,7 +14,7 @@ from deepinfer import Engine
 from deepinfer.http.connection import LINGER_S
 from doubles.serving import Reply, Served, post_head, read_head, serving
 
-JSON: Final = "host: x\r\ncontent-type: application/json\r\n"
+JSON: Final = "host: localhost\r\ncontent-type: application/json\r\n"
 POST: Final = f"POST /v1/completions HTTP/1.1\r\n{JSON}"
 CHUNKED: Final = f"{POST}transfer-encoding: chunked\r\n\r\n"
 ASKED: Final[dict[str, Any]] = {"model": "fake", "prompt": [1, 2, 3], "max_tokens": 8, "seed": 5}

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Final
 
 import jsonschema
+import llguidance
 import pytest
 from tokenizers import Tokenizer
 
-from deepinfer import Completion, Engine, GrammarError, InvalidRequest, SamplingParams
+from deepinfer import Completion, Engine, EngineClosed, GrammarError, InvalidRequest, SamplingParams
 from deepinfer.shipped import SHIPPED, shipped_folder
 from doubles.byte_tokenizer import VOCAB_SIZE, save_byte_tokenizer
 
@@ -223,6 +225,28 @@ async def test_ends_that_come_meanwhile_leave_nothing(engine: Engine) -> None:
         stream.abort()
     done = await engine.generate([1], params({"regex": "[a-f]{9}"}, 2))
     assert re.fullmatch("[a-f]{9}", done.text)
+
+
+async def test_what_grammars_need_is_made_once_and_before_the_first_where_that_is_asked_for(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    make = llguidance.LLTokenizer
+
+    def tokenizer(*arguments: Any, **options: Any) -> llguidance.LLTokenizer:
+        made.append(threading.current_thread().name.rpartition("_")[0])
+        return make(*arguments, **options)
+
+    monkeypatch.setattr(llguidance, "LLTokenizer", tokenizer)
+    await engine.generate([1], params({}, 1, max_tokens=2))
+    assert not made
+    for _ in range(2):
+        await engine.prepare_grammars()
+        await engine.generate([1], params({"regex": "[a-f]{9}"}, 2))
+    assert made == ["deepinfer-grammar"]
+    await engine.aclose()
+    with pytest.raises(EngineClosed):
+        await engine.prepare_grammars()
 
 
 async def test_an_engine_closes_with_masks_under_way(tmp_path: Path, no_tasks_left: None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -463,6 +464,10 @@ async def test_what_is_no_socket_is_not_deleted_to_listen_there(engine: Engine, 
     with pytest.raises(ConfigError, match="no socket"):
         await WireServer(engine, f"ipc://{place}").open()
     assert place.read_text() == "mine" and place.is_symlink() == is_link
+
+
+def test_a_client_s_stream_takes_what_an_engine_s_takes() -> None:
+    assert inspect.signature(Client.stream) == inspect.signature(Engine.stream)
 
 
 # ---- drain
