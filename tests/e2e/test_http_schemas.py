@@ -121,7 +121,7 @@ async def test_some_are_refused_or_validate(no_tasks_left: None) -> None:
 @pytest.mark.asyncio(loop_factories=["uvloop"])
 async def test_all_are_refused_or_validate(no_tasks_left: None) -> None:
     accepted, finished = shares(await verdicts(1, 150, **RANDOM))
-    assert accepted > 0.5 and finished > 200
+    assert accepted > 0.5 and finished > 150
 
 
 @pytest.mark.full
@@ -129,4 +129,4 @@ async def test_all_are_refused_or_validate(no_tasks_left: None) -> None:
 @pytest.mark.asyncio(loop_factories=["uvloop"])
 async def test_what_a_real_model_writes_validates(no_tasks_left: None) -> None:
     accepted, finished = shares(await verdicts(1, 120, model="v41-nano", num_threads=1))
-    assert accepted > 0.5 and finished > 200
+    assert accepted > 0.5 and finished > 150
