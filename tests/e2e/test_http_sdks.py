@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import time
 from collections.abc import Iterator
 from typing import Any, Final, Literal
 
 import anthropic
+import httpx
 import jsonschema
 import openai
 import pydantic
@@ -290,6 +293,37 @@ def test_response_calls_a_required_tool(client: openai.OpenAI) -> None:
         jsonschema.validate(json.loads(call.arguments), STRICT_TOOL["function"]["parameters"])
 
 
+def test_response_tools_and_their_results(client: openai.OpenAI) -> None:
+    tool = {"type": "function", "name": "weather", "parameters": TOOL_PARAMETERS}
+    question = {"role": "user", "content": "What is the weather in Paris?"}
+    call = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Paris"}'}
+    result = {"type": "function_call_output", "call_id": "c1", "output": "It is sunny."}
+    found = respond(client, input=[question, call, result], tools=[tool], max_output_tokens=8)
+    assert found.output_text and found.usage.input_tokens > respond(client, tools=[tool]).usage.input_tokens + 20
+
+
+def test_message_calls_a_named_tool(claude: anthropic.Anthropic) -> None:
+    """Its arguments are as those of Chat Completions; here it is enough that it is called."""
+    tool = {"name": "weather", "input_schema": STRICT_TOOL["function"]["parameters"], "strict": True}
+    choice = {"type": "tool", "name": "weather"}
+    found = message(claude, tools=[tool], tool_choice=choice, max_tokens=12)
+    assert found.content[-1].type == "tool_use" and found.content[-1].name == "weather"
+    events = list(message(claude, tools=[tool], tool_choice=choice, max_tokens=12, stream=True))
+    [block] = [event.content_block for event in events if event.type == "content_block_start"]
+    assert (block.type, block.name) == ("tool_use", "weather")
+
+
+def test_chat_in_a_schema_or_calls(client: openai.OpenAI) -> None:
+    """Tools that may be called beside a form: what is no call has it."""
+    for seed in range(2):
+        found = chat(client, tools=[TOOL], response_format=form(PERSON, strict=False), **{**FORCED, "seed": seed})
+        [choice] = found.choices
+        if choice.finish_reason == "stop":
+            validated(choice.message.content)
+        else:
+            assert choice.finish_reason == "length" or choice.message.tool_calls
+
+
 def test_chat_more_sampling(client: openai.OpenAI) -> None:
     extra = {"top_k": 1, "min_tokens": 6, "repetition_penalty": 1.1}
     found = chat(client, temperature=1, max_tokens=6, extra_body=extra, presence_penalty=0.5, frequency_penalty=0.5)
@@ -309,11 +343,53 @@ def test_chat_cached_tokens(client: openai.OpenAI) -> None:
     assert chat(client, messages=long, max_tokens=1).usage.prompt_tokens_details.cached_tokens > 0
 
 
-def test_chat_cancelled(client: openai.OpenAI) -> None:
-    stream = chat(client, stream=True, max_tokens=2000, extra_body={"ignore_eos": True})
+def num_running(url: str) -> int:
+    text = httpx.get(f"{url}/metrics").text
+    [found] = re.findall(r"^deepinfer:num_requests_running\{.*\} (\d+)", text, re.M)
+    return int(found)
+
+
+def is_idle(url: str) -> bool:
+    """Within a time that 2000 tokens would not take."""
+    end_s = time.monotonic() + 2
+    while num_running(url):
+        if time.monotonic() > end_s:
+            return False
+    return True
+
+
+FOREVER: Final[dict[str, Any]] = {"ignore_eos": True, "temperature": 0}
+
+
+def test_chat_cancelled(client: openai.OpenAI, url: str) -> None:
+    stream = chat(client, stream=True, max_tokens=2000, extra_body=FOREVER)
     next(iter(stream))
+    assert num_running(url) == 1
     stream.close()
-    assert chat(client, max_tokens=2).usage.completion_tokens == 2
+    assert is_idle(url) and chat(client, max_tokens=2).usage.completion_tokens == 2
+
+
+def test_response_cancelled(client: openai.OpenAI, url: str) -> None:
+    stream = respond(client, stream=True, max_output_tokens=2000, extra_body=FOREVER)
+    while next(stream).type != "response.output_text.delta":
+        pass
+    assert num_running(url) == 1
+    stream.close()
+    assert is_idle(url)
+
+
+def test_message_cancelled(claude: anthropic.Anthropic, url: str) -> None:
+    asked: Any = {"model": NAME, "messages": HELLO, "max_tokens": 2000, "extra_body": FOREVER}
+    with claude.messages.stream(**asked) as stream:
+        next(stream.text_stream)
+        assert num_running(url) == 1
+    assert is_idle(url)
+
+
+def test_a_whole_answer_given_up(client: openai.OpenAI, url: str) -> None:
+    with pytest.raises(openai.APITimeoutError):
+        chat(client, max_tokens=3000, extra_body=FOREVER, timeout=0.3)
+    assert is_idle(url)
 
 
 # ---- answers of a given form
@@ -556,6 +632,15 @@ def test_message_thinking(claude: anthropic.Anthropic) -> None:
     assert found.content[0].type == "thinking" and found.content[0].thinking
 
 
+def test_message_thinking_streamed(claude: anthropic.Anthropic) -> None:
+    events = message(claude, thinking={"type": "enabled", "budget_tokens": 1024}, max_tokens=30, stream=True)
+    assert "".join(
+        event.delta.thinking
+        for event in events
+        if getattr(event, "delta", None) is not None and (getattr(event.delta, "type", "") == "thinking_delta")
+    )
+
+
 def test_message_tools_and_their_results(claude: anthropic.Anthropic) -> None:
     tools = [{"name": "weather", "description": "Of a city.", "input_schema": TOOL_PARAMETERS}]
     turns = [
@@ -578,6 +663,19 @@ def test_message_tokens_are_counted(claude: anthropic.Anthropic, client: openai.
 
 
 # ---- the rest
+
+
+async def test_asynchronous_clients(url: str) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as client:
+        create: Any = client.chat.completions.create
+        asked = {"model": NAME, "messages": HELLO, "temperature": 0, "max_tokens": 8}
+        whole, stream = await asyncio.gather(create(**asked), create(**asked, stream=True))
+        texts = [chunk.choices[0].delta.content or "" async for chunk in stream]
+        assert "".join(texts) == whole.choices[0].message.content
+    async with anthropic.AsyncAnthropic(base_url=url, api_key="unused", max_retries=0) as claude:
+        extra: Any = {"temperature": 0}
+        async with claude.messages.stream(model=NAME, messages=HELLO, max_tokens=8, extra_body=extra) as messages:
+            assert "".join([text async for text in messages.text_stream]) == whole.choices[0].message.content
 
 
 def test_models(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
