@@ -69,7 +69,9 @@ async def test_nothing_that_a_client_writes_becomes_a_label(served: Served) -> N
     for index in range(50):
         await served.get(f"/{index}?handler=x")
         await served.get(f"/v1/models/{index}")
-        await served.send(f"BREW{index} {COMPLETIONS} HTTP/1.1\r\nhost: x{index}\r\nconnection: close\r\n\r\n")
+        await served.send(
+            f"BREW{index} {COMPLETIONS} HTTP/1.1\r\nhost: localhost:{1 + index}\r\nconnection: close\r\n\r\n"
+        )
     found = await scrape(served)
     assert found["deepinfer:http_requests_total"] == {
         ("none", "404"): 50,
