@@ -16,7 +16,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from deepinfer.errors import ContextLengthExceeded, InvalidRequest
-from deepinfer.grammar import grammar_source
 from deepinfer_protocol import LogitShaping, SamplingParams, SlotSampling, pack_float32, pack_int32
 from deepinfer_protocol.limits import (
     MAX_BAD_WORD_IDS,
@@ -83,7 +82,10 @@ class Admitted(Struct, frozen=True):
 
 
 def check_params(params: Any, limits: ModelLimits) -> SamplingParams:
-    """`params` with every field in its bounds, whatever the prompt. Raises `InvalidRequest`."""
+    """`params` with every field in its bounds, whatever the prompt. Raises `InvalidRequest`.
+
+    What the output is forced into is checked as it becomes text: see `grammar_source`.
+    """
     if params is None:
         params = SamplingParams()
     if not isinstance(params, SamplingParams):
@@ -116,7 +118,6 @@ def check_params(params: Any, limits: ModelLimits) -> SamplingParams:
     _check_stop_strings(params, limits)
     _check_token_lists(params, limits.vocab_size)
     _check_bad_words(params.bad_words, limits)
-    grammar_source(params)
     return params
 
 

@@ -10,7 +10,7 @@ import math
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import uvicorn
 
@@ -19,6 +19,9 @@ from deepinfer.errors import ConfigError
 from deepinfer.http import HttpConfig, http_app
 from deepinfer.http.connection import uvicorn_settings
 from deepinfer.loopback import is_loopback
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
 
 __all__ = ["HttpConfig", "HttpServer", "bound", "check_exposure", "split_address"]
 
@@ -60,12 +63,20 @@ def bound(host: str, port: int) -> socket.socket:
 class HttpServer:
     """Serves an open engine, on the loop that runs at `__aenter__`. The engine stays open behind it."""
 
-    def __init__(self, engine: Engine, listener: socket.socket, config: HttpConfig) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        listener: socket.socket,
+        config: HttpConfig,
+        *,
+        tracer_provider: TracerProvider | None = None,
+    ) -> None:
         """`listener` is bound, and closed at the end."""
         host, port = listener.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._listener = listener
-        self._server = _Server(uvicorn.Config(http_app(engine, config), **uvicorn_settings(config)))
+        app = http_app(engine, config, tracer_provider=tracer_provider)
+        self._server = _Server(uvicorn.Config(app, **uvicorn_settings(config)))
 
     async def __aenter__(self) -> Self:
         self._serving = asyncio.create_task(self._server.serve([self._listener]))

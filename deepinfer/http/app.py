@@ -8,10 +8,11 @@ Listens nowhere by itself, and the engine stays its owner's. Needs the `server` 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from starlette.applications import Starlette
@@ -31,8 +32,9 @@ from deepinfer.http.config import HttpConfig
 from deepinfer.http.exchange import ConversationExchange
 from deepinfer.http.fault import HttpFault
 from deepinfer.http.fields import MAX_IDS, DetokenizeFields, TokenizeFields, decode_fields
-from deepinfer.http.gate import Gate, Note
+from deepinfer.http.gate import Gate
 from deepinfer.http.metrics import HttpMetrics
+from deepinfer.http.note import Asked, Note
 from deepinfer.http.page import figures, page_endpoints
 from deepinfer.http.threads import BodyThreads
 from deepinfer.intake import Prompt
@@ -40,13 +42,32 @@ from deepinfer.stream import TokenStream
 from deepinfer.text import TextPipeline
 from deepinfer_protocol import SamplingParams
 
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
 
-def http_app(engine: Engine, config: HttpConfig | None = None) -> Starlette:
+    from deepinfer.http.tracing import Spans
+
+PROMPTS_A_TURN: Final = 16
+"""Of a completion with several, that are submitted in one turn of the loop."""
+
+
+def http_app(
+    engine: Engine, config: HttpConfig | None = None, *, tracer_provider: TracerProvider | None = None
+) -> Starlette:
     """An app over `engine`, which is open and runs on the loop that the app will run on, or on its own thread.
 
+    With OpenTelemetry's `tracer_provider` every POST becomes a span of it; that needs the `tracing` extra.
     Raises `EngineClosed` for an engine that is not open, `ModelError` where deepseek-recipe is not installed.
     """
-    return _Server(engine, config or HttpConfig()).app()
+    return _Server(engine, config or HttpConfig()).app(_spans(tracer_provider))
+
+
+def _spans(provider: TracerProvider | None) -> Spans | None:
+    if provider is None:
+        return None
+    from deepinfer.http.tracing import Spans
+
+    return Spans(provider)
 
 
 class _Server:
@@ -61,7 +82,7 @@ class _Server:
         self._threads = BodyThreads()
         self._created = int(time.time())
 
-    def app(self) -> Starlette:
+    def app(self, spans: Spans | None) -> Starlette:
         posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "/v1/chat/completions": self._conversation(CHAT),
             "/v1/responses": self._conversation(RESPONSES),
@@ -82,7 +103,7 @@ class _Server:
         routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
         routes += [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()]
         self._metrics = HttpMetrics([*posts, *gets])
-        gate = Middleware(Gate, config=self._config, metrics=self._metrics)
+        gate = Middleware(Gate, config=self._config, metrics=self._metrics, spans=spans)
         return Starlette(routes=routes, middleware=[gate], exception_handlers={HTTPException: _leave_to_gate})
 
     # ---- conversations and completions
@@ -91,9 +112,11 @@ class _Server:
         async def answer(request: Request) -> Response:
             async with self._bodies.read(request) as body:
                 asked = await self._threads.run(partial(self._codec.ask, api), body)
-            request_id, fields = _note(request).request_id, asked.converted.fields
-            exchange = ConversationExchange(self._codec, asked, api.id_prefix + request_id)
-            stream = self._stream(request_id, asked.prompt, asked.params, fields.priority or 0)
+            note, fields = _note(request), asked.converted.fields
+            response_id = api.id_prefix + note.request_id
+            note.asked = Asked("chat", fields.model, asked.params, bool(fields.stream), response_id)
+            exchange = ConversationExchange(self._codec, asked, response_id)
+            stream = self._stream(note.request_id, asked.prompt, asked.params, fields.priority or 0)
             return Answer(stream, exchange, self._config, is_stream=bool(fields.stream))
 
         return answer
@@ -101,18 +124,20 @@ class _Server:
     async def _complete(self, request: Request) -> Response:
         async with self._bodies.read(request) as body:
             asked = await self._threads.run(self._ask_completion, body)
-        request_id, priority = _note(request).request_id, asked.fields.priority or 0
+        note, fields, priority = _note(request), asked.fields, asked.fields.priority or 0
+        response_id = f"cmpl-{note.request_id}"
+        note.asked = Asked("text_completion", fields.model, asked.params, bool(fields.stream), response_id)
         exchanges = [
-            CompletionExchange(asked, f"cmpl-{request_id}", place * asked.params.n)
-            for place in range(len(asked.prompts))
+            CompletionExchange(asked, response_id, place * asked.params.n) for place in range(len(asked.prompts))
         ]
-        streams = [
-            self._stream(f"{request_id}-{place}", prompt, asked.params, priority)
-            for place, prompt in enumerate(asked.prompts)
-        ]
+        streams: list[TokenStream] = []
+        for place, prompt in enumerate(asked.prompts):
+            streams.append(self._stream(f"{note.request_id}-{place}", prompt, asked.params, priority))
+            if len(streams) % PROMPTS_A_TURN == 0:
+                await asyncio.sleep(0)
         if len(streams) > 1:
             return BatchAnswer(streams, exchanges)
-        return Answer(streams[0], exchanges[0], self._config, is_stream=bool(asked.fields.stream))
+        return Answer(streams[0], exchanges[0], self._config, is_stream=bool(fields.stream))
 
     def _ask_completion(self, body: bytes) -> AskedCompletion:
         asked = ask_completion(body, self._engine.limits.max_length)

@@ -5,11 +5,11 @@ The log never has what was asked or answered: method, path, status, times and co
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
-import secrets
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -20,52 +20,30 @@ from deepinfer.errors import DeepInferError
 from deepinfer.http.config import HttpConfig
 from deepinfer.http.fault import RETRY_AFTER_S, HttpFault, error_body, fault_of, head_too_large
 from deepinfer.http.metrics import HttpMetrics, Progress
+from deepinfer.http.note import Note
 from deepinfer.http.page import PAGE_FILES
 from deepinfer.loopback import is_loopback
+
+if TYPE_CHECKING:
+    from deepinfer.http.tracing import Spans
 
 logger = logging.getLogger("deepinfer.http")
 access = logging.getLogger("deepinfer.http.access")
 
 OPEN_PATHS: Final = frozenset({"/health", *PAGE_FILES})
 """They ask for no key."""
-QUIET_PATHS: Final = frozenset({"/stats"})
-"""Asked for every second by every page that is open: logged for debugging only, unless they are refused."""
-MAX_LOGGED_CHARACTERS: Final = 128
 GONE: Final = 499
-"""Logged where the client went before it had an answer; nobody gets it."""
-
-
-class Note:
-    """What the log will say of one request, and what it has come to."""
-
-    def __init__(self, scope: Scope, progress: Progress) -> None:
-        self.progress = progress
-        self.method: str = scope["method"]
-        self.path: str = scope["path"]
-        self.request_id = secrets.token_hex(12)
-        self.status = 0
-        self.num_prompt_tokens = 0
-        self.num_completion_tokens = 0
-
-    @property
-    def level(self) -> int:
-        """Of its line in the log."""
-        return logging.DEBUG if self.path in QUIET_PATHS and self.status == 200 else logging.INFO
-
-    def line(self) -> str:
-        path = self.path[:MAX_LOGGED_CHARACTERS].encode("unicode_escape").decode()
-        took_ms = 1e3 * self.progress.took_s
-        counts = f"prompt={self.num_prompt_tokens} completion={self.num_completion_tokens}"
-        return f"{self.request_id} {self.method} {path} {self.status} {took_ms:.0f}ms {counts}"
+"""Logged where the client went before it had all of its answer; nobody gets it."""
 
 
 class Gate:
     """ASGI middleware of one server."""
 
-    def __init__(self, app: ASGIApp, config: HttpConfig, metrics: HttpMetrics) -> None:
+    def __init__(self, app: ASGIApp, config: HttpConfig, metrics: HttpMetrics, spans: Spans | None = None) -> None:
         self._app = app
         self._config = config
         self._metrics = metrics
+        self._spans = spans
         self._keys = [_digest(key) for key in config.api_keys]
         self.num_open = 0
 
@@ -75,15 +53,24 @@ class Gate:
             return
         note = scope.setdefault("state", {})["note"] = Note(scope, self._metrics.begin(scope["path"]))
         receive, send = _counting(note.progress, receive), _noting(note, send)
+        send = _within(self._config.write_timeout_s, send)
         try:
-            await self._enter(note, scope, receive, send)
+            await self._answer(note, scope, receive, send)
         except ClientDisconnect:
-            note.status = GONE
-        except Exception as error:
-            await self._refuse(note, _as_fault(error), send)
+            note.status, note.error = GONE, "client_gone"
         finally:
             note.progress.end(note.status or GONE)
             access.log(note.level, note.line())
+            if self._spans is not None and note.method == "POST":
+                self._spans.record(note, Headers(scope=scope))
+
+    async def _answer(self, note: Note, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._enter(note, scope, receive, send)
+        except ClientDisconnect:
+            raise
+        except Exception as error:
+            await self._refuse(note, _as_fault(error), send)
 
     async def _enter(self, note: Note, scope: Scope, receive: Receive, send: Send) -> None:
         self._check_head(scope)
@@ -134,6 +121,7 @@ class Gate:
             raise HttpFault(401, "invalid_api_key", "a key is expected: authorization: Bearer KEY, or x-api-key: KEY")
 
     async def _refuse(self, note: Note, fault: HttpFault, send: Send) -> None:
+        note.error = fault.code
         if note.status:
             return  # the response has begun: all that is left is to cut it off
         body = error_body(fault, note.path)
@@ -150,6 +138,19 @@ def _counting(progress: Progress, receive: Receive) -> Receive:
         return message
 
     return counting
+
+
+def _within(timeout_s: float, send: Send) -> Send:
+    """`send`, which raises `ClientDisconnect` where the client takes nothing for too long."""
+
+    async def within(message: Message) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await send(message)
+        except TimeoutError:
+            raise ClientDisconnect from None
+
+    return within
 
 
 def _noting(note: Note, send: Send) -> Send:

@@ -45,3 +45,5 @@ def _check_ipc(path: Path) -> None:
         raise ConfigError("listen", f"{path.parent}: {error.strerror}") from None
     if folder.st_uid != os.getuid() or stat.S_IMODE(folder.st_mode) & 0o077:
         raise ConfigError("listen", f"{path.parent}: its owner alone may enter (chmod 700)")
+    if os.path.lexists(path) and not stat.S_ISSOCK(path.lstat().st_mode):  # to listen there would delete it
+        raise ConfigError("listen", f"{path}: it is there, and is no socket")

@@ -137,7 +137,7 @@ class ClientSession:
 
     def submit(self, submit: Submit, mailbox: Mailbox) -> None:
         """`credit` is the stream's window. Raises `WireError` for what is no SUBMIT, `DuplicateRequestId`."""
-        if submit.id in self._calls:
+        if submit.id in self._calls or submit.id in self._untold:
             raise DuplicateRequestId("request_id", f"{submit.id} is open")
         frame = encode(submit)
         decode_client(frame)  # what a server could not read it could not answer either

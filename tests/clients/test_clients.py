@@ -252,6 +252,15 @@ def test_only_a_client_with_keys_is_heard(programs: Programs, home: Path, tmp_pa
         stop_server(server.process)
 
 
+@pytest.mark.parametrize("missing", ["server_key", "public_key", "secret_key"])
+def test_some_of_the_keys_are_refused(programs: Programs, server: Server, missing: str) -> None:
+    """Above all a client's own without the server's, which would make a connection in plain text."""
+    names = [name for name in ("server_key", "public_key", "secret_key") if name != missing]
+    told = probe(programs, server.url, 20, *[f"{name}={'k' * 40}" for name in names])
+    assert told.deltas == [] and told.end[:2] == ["error", "0"]
+    assert re.sub(r"(?=[A-Z])", "_", told.end[2]).lower() == missing
+
+
 def test_a_wrong_token_is_rejected(programs: Programs, home: Path) -> None:
     (home / "token").write_text("sesame", encoding="utf-8")
     server = start_server(home, "--token-file", str(home / "token"))

@@ -399,6 +399,15 @@ async def test_the_log_has_no_word_of_what_was_said(served: Served, caplog: pyte
     assert "w5" not in said and "\x1b" not in said
 
 
+async def test_more_logprobs_of_a_prompt_than_are_written_are_refused(engine: Engine, served: Served) -> None:
+    asked = {**ASKED, "prompt": [1] * 7000, "echo": True, "logprobs": 20}
+    for is_stream in (False, True):
+        reply = await served.post("/v1/completions", {**asked, "stream": is_stream})
+        assert (reply.status, reply.json()["error"]["param"]) == (400, "echo")
+    reply = await served.post("/v1/completions", {**asked, "logprobs": 1})
+    assert len(reply.json()["choices"][0]["logprobs"]["tokens"]) == 7008
+
+
 async def test_tokens_of_text_and_back(engine: Engine, served: Served) -> None:
     reply = await served.post("/tokenize", {"prompt": "w5 word", "return_token_strs": True})
     assert reply.json() == {

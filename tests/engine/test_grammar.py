@@ -6,6 +6,8 @@ import json
 import re
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -37,7 +39,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def compiler(tokenizer: str) -> GrammarCompiler:
-    return GrammarCompiler(tokenizer, VOCAB_SIZE, [EOS])
+    return GrammarCompiler(lambda: tokenizer, VOCAB_SIZE, [EOS])
 
 
 # ---- what is asked
@@ -69,8 +71,14 @@ def test_nothing_asked_is_no_grammar() -> None:
 )
 def test_what_can_be_no_grammar_is_refused_by_its_field(fields: dict[str, Any], field: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
-        check_params(SamplingParams(**fields), LIMITS)
+        grammar_source(SamplingParams(**fields))
     assert caught.value.field == field
+
+
+def test_what_is_asked_becomes_text_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large schema takes its time, and the loop waits for it."""
+    monkeypatch.setattr("deepinfer.grammar.as_json", lambda *_: pytest.fail("written"))
+    assert check_params(SamplingParams(json_schema={"type": "object"}), LIMITS).n == 1
 
 
 def nested(levels: int) -> dict[str, Any]:
@@ -146,7 +154,7 @@ sys.modules["llguidance"] = None
 from deepinfer.grammar import GrammarSource
 from deepinfer.grammar_compiler import GrammarCompiler
 try:
-    GrammarCompiler("{}", 259, [256]).compile(GrammarSource("regex", "a"))
+    GrammarCompiler(lambda: "{}", 259, [256]).compile(GrammarSource("regex", "a"))
 except ValueError as error:
     print(error)
 """
@@ -159,11 +167,49 @@ def test_models_that_cannot_have_grammars_say_so(tokenizer: str) -> None:
     plain = {"version": "1.0", "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"}, "added_tokens": []}
     for compiler, told in (
         (GrammarCompiler(None, VOCAB_SIZE, [EOS]), "this engine has no tokenizer"),
-        (GrammarCompiler(tokenizer, VOCAB_SIZE, []), "no end-of-sequence token"),
-        (GrammarCompiler(json.dumps(plain), VOCAB_SIZE, [EOS]), "tokenizer is none that grammars can use"),
+        (GrammarCompiler(lambda: tokenizer, VOCAB_SIZE, []), "no end-of-sequence token"),
+        (GrammarCompiler(lambda: json.dumps(plain), VOCAB_SIZE, [EOS]), "tokenizer is none that grammars can use"),
     ):
         with pytest.raises(GrammarError, match=told):
             compiler.compile(asked(regex="a"))
+
+
+def test_nothing_is_read_before_the_first_grammar_and_once_for_all(tokenizer: str) -> None:
+    reads: list[None] = []
+
+    def read() -> str:
+        reads.append(None)
+        return tokenizer
+
+    compiler = GrammarCompiler(read, VOCAB_SIZE, [EOS])
+    assert not reads
+    for _ in range(2):
+        compiler.prepare()
+        compiler.compile(asked(regex=f"a{len(reads)}"))
+    assert len(reads) == 1
+
+
+def test_threads_made_at_once_leave_the_process_its_stack_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = threading.stack_size()
+    is_second_there, is_first_done = threading.Event(), threading.Event()
+
+    class Slow(ThreadPoolExecutor):
+        """The first thread starts while the second is made, and the other way round."""
+
+        def submit(self, *_: Any, **__: Any) -> Any:
+            if threading.current_thread() is second:
+                is_second_there.set()
+                is_first_done.wait(10)
+            else:
+                second.start()
+                is_second_there.wait(0.2)
+
+    second = threading.Thread(target=deep_thread, args=("second",))
+    monkeypatch.setattr("deepinfer.deep_thread.ThreadPoolExecutor", Slow)
+    deep_thread("first")
+    is_first_done.set()
+    second.join()
+    assert threading.stack_size(before) == before
 
 
 # ---- what is kept
@@ -171,7 +217,7 @@ def test_models_that_cannot_have_grammars_say_so(tokenizer: str) -> None:
 
 def test_equal_grammars_are_compiled_once_and_the_oldest_go_first(tokenizer: str) -> None:
     each = GRAMMAR_BYTES + BYTES_PER_CHARACTER * 2
-    compiler = GrammarCompiler(tokenizer, VOCAB_SIZE, [EOS], max_cache_bytes=3 * each)
+    compiler = GrammarCompiler(lambda: tokenizer, VOCAB_SIZE, [EOS], max_cache_bytes=3 * each)
     first = compiler.compile(asked(regex="a0"))
     for index in (1, 2):
         compiler.compile(asked(regex=f"a{index}"))
@@ -187,7 +233,7 @@ def test_equal_grammars_are_compiled_once_and_the_oldest_go_first(tokenizer: str
 
 
 def test_one_that_is_larger_than_the_cache_is_not_kept(tokenizer: str) -> None:
-    compiler = GrammarCompiler(tokenizer, VOCAB_SIZE, [EOS], max_cache_bytes=1000)
+    compiler = GrammarCompiler(lambda: tokenizer, VOCAB_SIZE, [EOS], max_cache_bytes=1000)
     assert compiler.compile(asked(regex="a")).matcher is not None
     assert compiler.num_cached_bytes == 0
 
@@ -372,11 +418,11 @@ def test_a_draft_that_goes_beyond_a_limit_ends_the_masks_and_harms_nothing(
     monkeypatch.setitem(grammar_compiler.LIMITS, "step_max_items", 60)
     rules = [f'r{index}: r{index + 1} "z"? | "y" r{index + 1}' for index in range(99)]
     grammar = "\n".join(['start: "q" "abc" | "ax" r0', *rules, 'r99: "c" | "d" r0'])
-    found = matcher(GrammarCompiler(tokenizer, VOCAB_SIZE, [EOS]), grammar=grammar)
+    found = matcher(GrammarCompiler(lambda: tokenizer, VOCAB_SIZE, [EOS]), grammar=grammar)
     assert len(found.next_masks([], ids("axy"))) == 2
     assert len(found.next_masks(ids("q"), ids("abx"))) == 3
     assert allowed(found.next_mask(ids("ab"))) == set(ids("c"))
-    taken = matcher(GrammarCompiler(tokenizer, VOCAB_SIZE, [EOS]), grammar=grammar)
+    taken = matcher(GrammarCompiler(lambda: tokenizer, VOCAB_SIZE, [EOS]), grammar=grammar)
     assert len(taken.next_masks([], ids("axy"))) == 2
     assert len(taken.next_masks(ids("a"), ids("xy"))) == 1
     with pytest.raises(GrammarError, match="Too many items"):

@@ -13,6 +13,7 @@ import pytest
 from deepinfer.admission import ModelLimits
 from deepinfer.deepseek_chat import DeepseekFormat
 from deepinfer.errors import ContextLengthExceeded, InvalidRequest
+from deepinfer.grammar import MAX_GRAMMAR_BYTES
 from deepinfer.http.codec import CHAT, MESSAGES, RESPONSES, Api, Codec
 from deepinfer.http.exchange import ConversationExchange, Usage
 from deepinfer.http.fault import HttpFault
@@ -208,7 +209,7 @@ def test_what_would_change_an_answer_and_is_not_served_is_refused(
 def test_a_schema_is_enforced_as_it_came(api: Api, fields: dict[str, Any], codec: Codec) -> None:
     body = {"model": NAMES[0], "input": "Hello"} if api is RESPONSES else {**HELLO, "max_tokens": 4}
     asked = codec.ask(api, json.dumps({**body, **fields}).encode())
-    assert asked.params.json_schema == TRIP, "strict ones have lost their definitions elsewhere"
+    assert json.loads(str(asked.params.json_schema)) == TRIP, "strict ones have lost their definitions elsewhere"
     told: dict[str, Any] = {} if api is MESSAGES else {"response_format": FORM}
     assert asked.prompt == ask(codec, **told).prompt, "of Messages the recipe does not tell the model"
 
@@ -232,10 +233,20 @@ def test_beside_tools_a_form_is_part_of_their_grammar(
 
 def test_any_object_and_a_pattern_are_enforced(codec: Codec) -> None:
     told = {"role": "user", "content": "Answer in json."}
-    assert ask(codec, messages=[told], response_format={"type": "json_object"}).params.json_schema == {"type": "object"}
+    whole = ask(codec, messages=[told], response_format={"type": "json_object"})
+    assert whole.params.json_schema == '{"type":"object"}'
     assert ask(codec, response_format={"type": "regex", "regex": "a+"}).params.regex == "a+"
     assert ask(codec, response_format={"type": "text"}).params == ask(codec).params
-    assert ask(codec, tools=[TOOL], tool_choice="none", response_format=FORM).params.json_schema == TRIP
+    formed = ask(codec, tools=[TOOL], tool_choice="none", response_format=FORM)
+    assert json.loads(str(formed.params.json_schema)) == TRIP
+
+
+def test_a_schema_that_is_too_large_is_refused_where_bodies_are_read(codec: Codec) -> None:
+    schema = {"type": "object", "description": "x" * MAX_GRAMMAR_BYTES}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    with pytest.raises(HttpFault, match=f"response_format: .* bytes, at most {MAX_GRAMMAR_BYTES}") as caught:
+        ask(codec, response_format=form)
+    assert (caught.value.status, caught.value.code, caught.value.field) == (400, "grammar", "response_format")
 
 
 @pytest.mark.parametrize(

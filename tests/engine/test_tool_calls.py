@@ -72,7 +72,7 @@ class Model:
         pipeline: Any = SimpleNamespace(chat=self.deepseek, max_token_characters=128)
         self.name = NAMES[family]
         self.codec = Codec(pipeline, limits, (self.name,))
-        self.compiler = GrammarCompiler(tokenizer.read_text(encoding="utf-8"), VOCAB_SIZE, [EOS])
+        self.compiler = GrammarCompiler(tokenizer.read_text, VOCAB_SIZE, [EOS])
         [self.mark] = self.deepseek.tokenizer.encode(MARK)
         texts = [
             *map(chr, range(32, 127)),

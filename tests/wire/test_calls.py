@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from deepinfer import TokenChunk
+from deepinfer.errors import DuplicateRequestId
 from deepinfer.stream import Mailbox
 from deepinfer.wire.calls import ClientSession
 from deepinfer.wire.session import Load, Pull, Send, ServerSession, Settings
@@ -219,3 +220,12 @@ def test_a_cancel_out_of_reach_ends_the_samples_that_had_not_ended(pair: Pair) -
     ends = {chunk.sample_index: chunk.finish_reason for chunk in iter(mailbox.take, None)}
     assert ends == {1: "stop", 0: "abort", 2: "abort"}
     assert mailbox.is_closed and pair.client.num_open == 0
+
+
+def test_the_id_of_a_cancel_that_nobody_has_heard_is_taken(pair: Pair) -> None:
+    """Told after the next WELCOME, it would end another request of this id."""
+    pair.submit()
+    pair.client.lose(pair.now)
+    pair.client.cancel("a")
+    with pytest.raises(DuplicateRequestId):
+        pair.submit()

@@ -454,17 +454,28 @@ async def test_a_place_is_not_taken_from_another_server(engine: Engine, tmp_path
         assert await tokens_of(client.stream(PROMPT, greedy(5))) == wanted(5)
 
 
+@pytest.mark.parametrize("is_link", [False, True])
+async def test_what_is_no_socket_is_not_deleted_to_listen_there(engine: Engine, tmp_path: Path, is_link: bool) -> None:
+    notes, place = tmp_path / "notes.txt", tmp_path / ("link" if is_link else "notes.txt")
+    notes.write_text("mine")
+    if is_link:
+        place.symlink_to(notes)
+    with pytest.raises(ConfigError, match="no socket"):
+        await WireServer(engine, f"ipc://{place}").open()
+    assert place.read_text() == "mine" and place.is_symlink() == is_link
+
+
 # ---- drain
 
 
 async def test_a_drain_lets_open_streams_end_and_takes_no_more(server: WireServer, client: Client) -> None:
     stream = client.stream(PROMPT, greedy(300))
-    await anext(stream)
+    first = await anext(stream)
     draining = asyncio.create_task(server.drain(20.0))
     await asyncio.sleep(0.05)
     with pytest.raises(EngineClosed):
         await client.generate(PROMPT, greedy(3))
-    assert len(await tokens_of(stream)) == 299
+    assert [*first.token_ids, *await tokens_of(stream)] == wanted(300)
     await draining
 
 

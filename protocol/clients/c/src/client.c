@@ -514,10 +514,18 @@ static bool set_options(void *socket, const di_options *options) {
                  set_int(socket, ZMQ_HEARTBEAT_TIMEOUT, 5000) &&
                  zmq_setsockopt(socket, ZMQ_MAXMSGSIZE, &most, sizeof most) == 0;
   if (!is_good || options->server_key == NULL) return is_good;
-  return options->public_key != NULL && options->secret_key != NULL &&
-         zmq_setsockopt(socket, ZMQ_CURVE_SERVERKEY, options->server_key, strlen(options->server_key) + 1) == 0 &&
+  return zmq_setsockopt(socket, ZMQ_CURVE_SERVERKEY, options->server_key, strlen(options->server_key) + 1) == 0 &&
          zmq_setsockopt(socket, ZMQ_CURVE_PUBLICKEY, options->public_key, strlen(options->public_key) + 1) == 0 &&
          zmq_setsockopt(socket, ZMQ_CURVE_SECRETKEY, options->secret_key, strlen(options->secret_key) + 1) == 0;
+}
+
+/* Of keys that only make sense together; NULL: all are there, or none. Without the server's a connection is plain text. */
+static const char *missing_key(const di_options *options) {
+  bool is_any = options->server_key != NULL || options->public_key != NULL || options->secret_key != NULL;
+  if (!is_any) return NULL;
+  if (options->server_key == NULL) return "server_key";
+  if (options->public_key == NULL) return "public_key";
+  return options->secret_key == NULL ? "secret_key" : NULL;
 }
 
 static di_status wait_welcome(di_client *client, int64_t timeout_ms, di_error *error) {
@@ -539,6 +547,8 @@ di_status di_connect(const char *url, const di_options *options, di_client **res
   if (options == NULL) options = &defaults;
   *result = NULL;
   if (options->window < 2 || options->window > 1 << 20) return say_error(error, DI_INVALID, "window", "2 to 2^20");
+  const char *missing = missing_key(options);
+  if (missing != NULL) return say_error(error, DI_INVALID, missing, "all three keys are needed, or none");
   di_client *client = calloc(1, sizeof *client);
   if (client == NULL) return say_error(error, DI_SYSTEM, "", strerror(ENOMEM));
   random_hex(client->session, 16);
