@@ -240,6 +240,7 @@ class Attack:
         server.lose(rng.choice(self.peers) if rng.random() < 0.05 else b"nobody", self.now)
         self._do(server.take_actions())
         server.tick(self.now)
+        server.resend()
         self._do(server.take_actions())
         self._say(HONEST, Ping())
         server.chunk(self.honest_key, CHUNK, self.now)
