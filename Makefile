@@ -2,11 +2,15 @@
 #
 #   PYTHON                 the interpreter that .venv is made with (python3)
 #   DEEPINFER_TORCH_INDEX  an index with the build of torch you want, e.g. a CPU one (default: pip's own index decides)
+#   FRAMES, SEED, BLOCK    of test-nightly: how many frames (10000000), and where to go on from, as it prints
 #   DEEPINFER_NO_VENV=1    use PYTHON and the packages it has: no .venv, no install (GPU machines with a torch of their own)
 
 PYTHON ?= python3
 DEEPINFER_TORCH_INDEX ?=
 DEEPINFER_NO_VENV ?=
+FRAMES ?= 10000000
+SEED ?=
+BLOCK ?= 0
 
 VENV := .venv
 CODE := deepinfer protocol workers kernels examples benchmarks tests
@@ -25,10 +29,10 @@ endif
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv venv-dev demo test test-full test-gpu bench check clean
+.PHONY: help venv venv-dev demo test test-full test-gpu test-nightly bench check clean
 
 help: ## this text
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(RUN_READY) ## prepare .venv with what serving needs
 
@@ -45,6 +49,9 @@ test-full: $(DEV_READY) ## all tests that need no GPU
 
 test-gpu: $(DEV_READY) ## the tests that need a GPU, each by name
 	@$(PY) -m pytest -v -m gpu
+
+test-nightly: $(DEV_READY) ## frames that nobody wrote, by the million
+	@PYTHONPATH=tests $(PY) -m protocol.fuzz --frames $(FRAMES) --block $(BLOCK) $(if $(SEED),--seed $(SEED))
 
 bench: $(DEV_READY) ## what a streamed token costs the host, as JSON
 	@$(PY) benchmarks/host_overhead.py --json

@@ -16,7 +16,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from deepinfer.errors import ContextLengthExceeded, InvalidRequest
-from deepinfer.grammar import grammar_source
 from deepinfer_protocol import LogitShaping, SamplingParams, SlotSampling, pack_float32, pack_int32
 from deepinfer_protocol.limits import (
     MAX_BAD_WORD_IDS,
@@ -51,6 +50,7 @@ _FLAGS: Final = (
     "include_stop_str_in_output",
 )
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _SAMPLE_STRIDE: Final = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the samples of one seed
 
 
@@ -82,7 +82,10 @@ class Admitted(Struct, frozen=True):
 
 
 def check_params(params: Any, limits: ModelLimits) -> SamplingParams:
-    """`params` with every field in its bounds, whatever the prompt. Raises `InvalidRequest`."""
+    """`params` with every field in its bounds, whatever the prompt. Raises `InvalidRequest`.
+
+    What the output is forced into is checked as it becomes text: see `grammar_source`.
+    """
     if params is None:
         params = SamplingParams()
     if not isinstance(params, SamplingParams):
@@ -115,7 +118,6 @@ def check_params(params: Any, limits: ModelLimits) -> SamplingParams:
     _check_stop_strings(params, limits)
     _check_token_lists(params, limits.vocab_size)
     _check_bad_words(params.bad_words, limits)
-    grammar_source(params)
     return params
 
 
@@ -208,6 +210,13 @@ def check_request_id(request_id: Any) -> str:
             "request_id", f"{_shown(request_id)}, 1 to 128 characters of A-Z a-z 0-9 _ . : - are expected"
         )
     return found[0]
+
+
+def check_traceparent(traceparent: Any) -> str | None:
+    """As it is. Raises `InvalidRequest` for what is none of W3C Trace Context."""
+    if traceparent is None or (isinstance(traceparent, str) and _TRACEPARENT.fullmatch(traceparent)):
+        return traceparent
+    raise InvalidRequest("traceparent", f"{_shown(traceparent)}, such as 00-{32 * '1'}-{16 * '2'}-01 is expected")
 
 
 def check_priority(priority: Any) -> int:

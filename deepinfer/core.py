@@ -19,7 +19,7 @@ from msgspec import Struct, field
 
 from deepinfer.admission import Admitted
 from deepinfer.draft_counts import DraftCounts
-from deepinfer.errors import DeepInferError, EngineClosed, EngineError, SlowConsumer, WorkerLost
+from deepinfer.errors import DeepInferError, EngineClosed, EngineError, InternalError, SlowConsumer, WorkerLost
 from deepinfer.link import WorkerLink
 from deepinfer.masks import FilledMasks, FillMasks, MaskJob, fill_now
 from deepinfer.observer import Observer, Observers, StepReport
@@ -216,7 +216,7 @@ class EngineCore:
         if isinstance(request, Request):
             if self._is_open(request):
                 self.scheduler.finish_request(request, "abort", self._clock.time())
-            self._outbox.add((request.user, EngineError(f"the request failed: {type(error).__name__}: {error}")))
+            self._outbox.add((request.user, InternalError(f"the request failed: {type(error).__name__}: {error}")))
 
     def _expire(self) -> None:
         now = self._clock.time()
@@ -391,7 +391,7 @@ class EngineCore:
         logger.error("detokenizing %s failed", seq.request.request_id, exc_info=error)
         self.scheduler.finish_request(seq.request, "abort", self._clock.time())
         reason = f"the text of a token could not be made: {type(error).__name__}: {error}"
-        self._outbox.add((seq.request.user, EngineError(reason)))
+        self._outbox.add((seq.request.user, InternalError(reason)))
 
     def _text_of(
         self, seq: Sequence, output: OutputText, token: int | None, reason: FinishReason | None

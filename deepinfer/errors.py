@@ -19,6 +19,7 @@ DeepInferError
     ├── EngineClosed
     ├── ConnectionLost            of a client: the server cannot be reached, or has forgotten the stream
     ├── ConnectionRejected        of a client: the server does not admit it
+    ├── InternalError             one request failed inside the engine; others go on
     ├── WrongLoop
     └── ForkedEngine
 """
@@ -166,6 +167,12 @@ class ConnectionRejected(EngineError):
     """Of a client: the server does not admit it, or speaks no version of the wire that it does."""
 
     code = "connection_rejected"
+
+
+class InternalError(EngineError):
+    """One request failed inside the engine, which goes on with others."""
+
+    code = "internal"
 
 
 class WrongLoop(EngineError):

@@ -59,7 +59,7 @@ async def generate_file(
             results.write(record)
             on_result(num_tokens)
 
-    await run_all([work() for _ in range(num_at_once(engine))])
+    await run_all([work() for _ in range(num_at_once(engine.config))])
     return totals
 
 

@@ -21,6 +21,13 @@ MAX_GRAMMAR_BYTES: Final = 128 * 1024
 MAX_REGEX_BYTES: Final = 8 * 1024
 """Of a regular expression: each of its characters is a state of a machine."""
 MAX_CHOICES: Final = 4096
+JSON_OPTIONS: Final[Mapping[str, Any]] = {
+    "lenient": False,
+    "coerce_one_of": False,
+    # Enough to indent; a model that likes spaces would go on for ever.
+    "whitespace_pattern": r"[ ]|\n[ \t]{0,32}",
+}
+"""How llguidance takes a schema."""
 
 
 class GrammarSource(NamedTuple):

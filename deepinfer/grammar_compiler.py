@@ -2,21 +2,21 @@
 
 Compiling is bounded: text has a limit (see `grammar`), and the library counts what it does and gives up. Runs in one
 thread, with a deep stack: the library recurses along the references of a grammar.
-The library is imported when an engine with a tokenizer is opened; without it, grammars alone are refused.
+The library is imported when the first grammar comes; without it, grammars alone are refused.
 """
 
 from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
 from deepinfer.errors import GrammarError
-from deepinfer.grammar import GrammarSource
+from deepinfer.grammar import JSON_OPTIONS, GrammarSource
 from deepinfer.matcher import Matcher, TokenBits, readable_reason
 from deepinfer_protocol import SlotSampling
 
@@ -37,12 +37,6 @@ LIMITS: Final[dict[str, Any]] = {
 }
 """Of one grammar, in the library's own units: to compile it some tens of milliseconds, for a mask about ten; some
 tens of megabytes."""
-_JSON_OPTIONS: Final[dict[str, Any]] = {
-    "lenient": False,
-    "coerce_one_of": False,
-    # Enough to indent; a model that likes spaces would go on for ever.
-    "whitespace_pattern": r"[ ]|\n[ \t]{0,32}",
-}
 
 
 class Grammar(NamedTuple):
@@ -55,8 +49,7 @@ class Grammar(NamedTuple):
 
     def matcher(self, sampling: SlotSampling, opening_id: int | None) -> Matcher:
         """For one sample; see `Matcher`."""
-        backend = self.backend.deep_copy()
-        return Matcher(backend, self.field, self.bits, sampling, eos_ids=self.eos_ids, opening_id=opening_id)
+        return Matcher(self.backend, self.field, self.bits, sampling, eos_ids=self.eos_ids, opening_id=opening_id)
 
 
 class GrammarCompiler:
@@ -64,13 +57,15 @@ class GrammarCompiler:
 
     def __init__(
         self,
-        tokenizer: str | None,
+        read_tokenizer: Callable[[], str] | None,
         vocab_size: int,
         eos_ids: Sequence[int],
         *,
         max_cache_bytes: int = MAX_CACHE_BYTES,
     ) -> None:
-        """`tokenizer`: a tokenizer.json as text. Takes a while, and holds the interpreter, for a large vocabulary."""
+        """`read_tokenizer`: a tokenizer.json as text, when the first grammar comes. `None`: there is none."""
+        self._read_tokenizer = read_tokenizer
+        self._vocab_size = vocab_size
         self._bits = TokenBits(vocab_size)
         self._eos_ids = tuple(eos_ids)
         self._max_cache_bytes = max_cache_bytes
@@ -79,14 +74,19 @@ class GrammarCompiler:
         """An estimate: the library does not say."""
         self._refusal = ""
         self._library: ModuleType | None = None
-        if tokenizer is None:
+
+    def prepare(self) -> None:
+        """What the first grammar has to wait for: about a second, with the interpreter held, for a large vocabulary."""
+        if self._library is not None or self._refusal:
+            return
+        if self._read_tokenizer is None:
             self._refusal = "this engine has no tokenizer"
-        elif not eos_ids:
+        elif not self._eos_ids:
             self._refusal = "this model has no end-of-sequence token"
         else:
-            self._open(tokenizer, vocab_size)
+            self._open(self._read_tokenizer)
 
-    def _open(self, tokenizer: str, vocab_size: int) -> None:
+    def _open(self, read_tokenizer: Callable[[], str]) -> None:
         try:
             import llguidance
         except ImportError as error:
@@ -94,7 +94,7 @@ class GrammarCompiler:
             return
         try:
             self._tokenizer: LLTokenizer = llguidance.LLTokenizer(
-                _only_special(tokenizer), n_vocab=vocab_size, eos_token=list(self._eos_ids)
+                _only_special(read_tokenizer()), n_vocab=self._vocab_size, eos_token=list(self._eos_ids)
             )
             self._limits: LLParserLimits = llguidance.LLParserLimits(**LIMITS, verbose_errors=False)
         except Exception as error:  # the library raises what it likes
@@ -108,6 +108,7 @@ class GrammarCompiler:
         if found is not None:
             self._cache.move_to_end(source)
             return found[0]
+        self.prepare()
         if self._library is None:
             raise GrammarError(source.field, self._refusal)
         grammar = Grammar(source.field, self._compile(self._library, source), self._bits, self._eos_ids)
@@ -147,7 +148,7 @@ def _to_library(matcher: type[LLMatcher], source: GrammarSource) -> str:
         return matcher.grammar_from_lark(source.text)
     if source.field == "choice":
         return matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(source.text))))
-    return matcher.grammar_from_json_schema(_checked_schema(source), overrides=_JSON_OPTIONS)  # type: ignore[arg-type]
+    return matcher.grammar_from_json_schema(_checked_schema(source), overrides=JSON_OPTIONS)  # type: ignore[arg-type]
 
 
 def _checked_schema(source: GrammarSource) -> str:

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from deepinfer.loop import Loop
+
 T = TypeVar("T")
 
 
@@ -70,7 +72,7 @@ class OwnThread:
             self._thread.join()
 
 
-def call_threadsafe(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> bool:
+def call_threadsafe(loop: Loop, callback: Callable[[], object]) -> bool:
     """`callback` on `loop`, soon, from any thread. False if the loop is over."""
     try:
         loop.call_soon_threadsafe(callback)

@@ -25,12 +25,13 @@ from deepinfer.admission import (
     check_request_id,
     check_timeout,
     check_token_ids,
+    check_traceparent,
     freeze_params,
     is_long,
 )
 from deepinfer.chat import ChatOptions
 from deepinfer.core import EngineCore
-from deepinfer.errors import DeepInferError, EngineClosed, EngineError, InvalidRequest
+from deepinfer.errors import DeepInferError, EngineClosed, InternalError, InvalidRequest
 from deepinfer.grammar import GrammarSource, grammar_source
 from deepinfer.grammar_compiler import Grammar, GrammarCompiler
 from deepinfer.migrating import plain_prompt
@@ -91,6 +92,7 @@ class Intake:
         priority: int,
         queue_timeout_s: float | None,
         timeout_s: float | None,
+        traceparent: str | None = None,
     ) -> Request:
         """Check and submit. Raises `InvalidRequest`; what is found later closes the mailbox with it."""
         request_id = check_request_id(request_id)
@@ -102,6 +104,7 @@ class Intake:
             "arrival_s": now,
             "queue_deadline_s": now + check_timeout("queue_timeout_s", queue_timeout_s),
             "deadline_s": now + check_timeout("timeout_s", timeout_s),
+            "traceparent": check_traceparent(traceparent),
             "skips_prefix_cache": bool(params.skip_reading_prefix_cache),
             "user": mailbox,
         }
@@ -165,8 +168,8 @@ class Intake:
             self._attach_text(request, params, text, ids, admitted)
         except DeepInferError as error:
             self._post_late(self._core.refuse, (request, error))
-        except Exception as error:
-            failure = EngineError(f"the prompt could not be encoded: {type(error).__name__}: {error}")
+        except BaseException as error:  # a panic of a library is no Exception
+            failure = InternalError(f"the prompt could not be encoded: {type(error).__name__}: {error}")
             self._post_late(self._core.refuse, (request, failure))
         else:
             self._post_late(self._core.encode, (request, ids, admitted))

@@ -8,12 +8,16 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from deepinfer.errors import DeepInferError, EngineError, GrammarError
+from deepinfer.errors import DeepInferError, GrammarError, InternalError
 from deepinfer.matcher import Matcher
 from deepinfer.request import Sequence
 from deepinfer_protocol import MaskBatch, pack_int32
+from deepinfer_protocol.limits import MAX_MESSAGE_BYTES
+
+MAX_BATCH_BYTES: Final = MAX_MESSAGE_BYTES // 4
+"""What masks behind drafts may bring a batch to: where it is large already, some drafts wait for a later step."""
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +30,8 @@ class MaskRow(NamedTuple):
     slot: int
     tokens: array[int]
     """Those that its matcher has not seen."""
+    drafts: array[int]
+    """Those that the row may verify."""
 
 
 class MaskJob(NamedTuple):
@@ -52,19 +58,24 @@ FillMasks = Callable[[MaskJob, Callable[[FilledMasks], None]], None]
 def fill_masks(job: MaskJob) -> FilledMasks:
     """Each row by itself: what goes wrong is that row's. Raises nothing."""
     masks: list[bytes] = []
+    num_masks: list[int] = []
     failures: list[tuple[Sequence, DeepInferError]] = []
     for row in job.rows:
+        room = MAX_BATCH_BYTES // len(row.matcher.any_token) - len(masks) - len(job.rows) + len(num_masks)
         try:
-            masks.append(row.matcher.next_mask(row.tokens))
+            found = row.matcher.next_masks(row.tokens, row.drafts[: max(room, 0)])
         except GrammarError as error:
             failures.append((row.seq, error))
-            masks.append(row.matcher.any_token)
-        except Exception as error:
+            found = [row.matcher.any_token]
+        except BaseException as error:  # a panic of the library is no Exception
             logger.error("the mask of %s failed", row.seq.request.request_id, exc_info=error)
-            failures.append((row.seq, EngineError(f"a mask could not be made: {type(error).__name__}: {error}")))
-            masks.append(row.matcher.any_token)
+            failures.append((row.seq, InternalError(f"a mask could not be made: {type(error).__name__}: {error}")))
+            found = [row.matcher.any_token]
+        masks += found
+        num_masks.append(len(found))
     slots = pack_int32([row.slot for row in job.rows])
-    return FilledMasks(MaskBatch(job.epoch, job.step_id, job.rank, slots, b"".join(masks)), failures)
+    counts = pack_int32(num_masks) if len(masks) > len(num_masks) else b""
+    return FilledMasks(MaskBatch(job.epoch, job.step_id, job.rank, slots, b"".join(masks), counts), failures)
 
 
 def fill_now(job: MaskJob, hand_on: Callable[[FilledMasks], None]) -> None:

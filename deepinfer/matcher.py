@@ -60,7 +60,7 @@ class Bans:
 
 
 class Matcher:
-    """What of a grammar a sample has behind it."""
+    """What of a grammar a sample has behind it, and where its drafts would lead."""
 
     def __init__(
         self,
@@ -72,44 +72,74 @@ class Matcher:
         eos_ids: Sequence[int],
         opening_id: int | None = None,
     ) -> None:
-        """`field` of the sampling parameters has the grammar, and is what errors name.
+        """`backend` stays at its beginning. `field` of the sampling parameters has the grammar: errors name it.
 
         The grammar begins behind the first `opening_id`; before it anything may come but an end. `None`: at once.
         """
-        self._backend = backend
+        self._beginning = backend
+        self._backend = backend.deep_copy()
         self._field = field
         self._bits = bits
         self._bans = Bans(sampling, bits)
         self._num_prompt = sampling.num_prompt
         self._output: list[int] = []
         self._opening_id = opening_id
+        self._first = 0 if opening_id is None else None  # where in the output the grammar begins
+        self._eos_ids = frozenset(eos_ids)
         self._unopened = bits.without(eos_ids)
         self.any_token = bits.pack(bits.all)
 
-    def next_mask(self, tokens: Sequence[int]) -> bytes:
-        """The tokens that may come behind `tokens`, which are new since the last call; as in a `MaskBatch`.
+    def next_masks(self, tokens: Sequence[int], drafts: Sequence[int] = ()) -> list[bytes]:
+        """What may come behind `tokens`, which are new since the last call, and behind each of `drafts` after them.
 
-        Raises `GrammarError`: nothing may, or a limit is reached.
+        As in a `MaskBatch`. Drafts are guesses: what they do here is undone. There is no mask behind the first that the
+        mask before it refuses, nor behind one that ends the output or comes to where nothing may follow.
+
+        Raises `GrammarError`: nothing may follow `tokens`, or a limit is reached.
         """
+        masks = [self.next_mask(tokens)]
+        num_known = len(self._output)
+        try:
+            for draft in drafts:
+                if draft in self._eos_ids or not is_allowed(masks[-1], draft):
+                    break
+                masks.append(self.next_mask((draft,)))
+        except GrammarError:
+            pass  # that draft's, which may never be taken
+        if len(self._output) > num_known:
+            self._take_back(num_known)
+        return masks
+
+    def next_mask(self, tokens: Sequence[int]) -> bytes:
+        """The first of `next_masks`."""
+        num_known = len(self._output)
         self._output += tokens
-        if self._opening_id is not None:
-            tokens = self._open(tokens, self._opening_id)
-        if self._opening_id is not None:
+        if self._first is None:
+            self._open(num_known)
+        if self._first is None:
             return self._restrict(self._unopened)
-        if tokens and not self._backend.consume_tokens(list(tokens)):
+        tokens = self._output[max(self._first, num_known) :]
+        if tokens and not self._backend.consume_tokens(tokens):
             raise GrammarError(self._field, f"the output left it: {self._reason()}")
         mask = self._backend.compute_bitmask()[: self._bits.num_bytes]
         if self._backend.is_error():
             raise GrammarError(self._field, self._reason())
         return mask if self._bans.is_empty else self._restrict(int.from_bytes(mask, "little"))
 
-    def _open(self, tokens: Sequence[int], opening_id: int) -> Sequence[int]:
-        """Those of `tokens` that belong to the grammar."""
-        for index, token in enumerate(tokens):
-            if token == opening_id:
-                self._opening_id = None
-                return tokens[index + 1 :]
-        return ()
+    def _open(self, num_known: int) -> None:
+        """The grammar begins, if what is new of the output says so."""
+        if self._opening_id in self._output[num_known:]:
+            self._first = self._output.index(self._opening_id, num_known) + 1
+
+    def _take_back(self, num_known: int) -> None:
+        """All but the first tokens of the output."""
+        num_consumed = 0 if self._first is None else len(self._output) - max(self._first, num_known)
+        del self._output[num_known:]
+        if self._first is not None and self._first > num_known:
+            self._first = None
+        if self._backend.is_error() or not self._backend.rollback(num_consumed):  # there is no way back from an error
+            self._backend = self._beginning.deep_copy()
+            self._backend.consume_tokens([] if self._first is None else self._output[self._first :])
 
     def _restrict(self, allowed: int) -> bytes:
         left = self._bans.apply(allowed, self._num_prompt + len(self._output), self._output)
@@ -127,6 +157,10 @@ def readable_reason(error: str) -> str:
     if error.startswith("NoExtension"):
         return "no output satisfies it"
     return " ".join(error.replace("<non-verbose/>", "").split())[:400]
+
+
+def is_allowed(mask: bytes, token: int) -> bool:
+    return bool(mask[token >> 3] >> (token & 7) & 1)
 
 
 def _bits_of(tokens: Sequence[int]) -> int:

@@ -22,7 +22,7 @@ from deepinfer.scheduler import SchedulerStats
 PREFIX: Final = "deepinfer:"
 """Before every name, where names of several programs meet."""
 
-_LATENCY_S: Final = tuple(factor * 10.0**power for power in range(-3, 3) for factor in (1.0, 2.0, 5.0))  # 1 ms to 500 s
+LATENCY_S: Final = tuple(factor * 10.0**power for power in range(-3, 3) for factor in (1.0, 2.0, 5.0))  # 1 ms to 500 s
 _STEP_S: Final = tuple(factor * 10.0**power for power in range(-6, 2) for factor in (1.0, 2.0, 5.0))  # 1 us to 50 s
 _TOKENS: Final = tuple(float(1 << power) for power in range(21))  # 1 to a million
 
@@ -114,12 +114,12 @@ class EngineMetrics:
         self.admission_rejections: dict[str, int] = {}
         self.iteration_tokens_total = Histogram(_TOKENS)
         self.iteration_sequences = Histogram(_TOKENS)
-        self.time_to_first_token_seconds = Histogram(_LATENCY_S)
-        self.inter_token_latency_seconds = Histogram(_LATENCY_S)
-        self.e2e_request_latency_seconds = Histogram(_LATENCY_S)
-        self.request_queue_time_seconds = Histogram(_LATENCY_S)
-        self.request_prefill_time_seconds = Histogram(_LATENCY_S)
-        self.request_decode_time_seconds = Histogram(_LATENCY_S)
+        self.time_to_first_token_seconds = Histogram(LATENCY_S)
+        self.inter_token_latency_seconds = Histogram(LATENCY_S)
+        self.e2e_request_latency_seconds = Histogram(LATENCY_S)
+        self.request_queue_time_seconds = Histogram(LATENCY_S)
+        self.request_prefill_time_seconds = Histogram(LATENCY_S)
+        self.request_decode_time_seconds = Histogram(LATENCY_S)
         self.request_prompt_tokens = Histogram(_TOKENS)
         self.request_generation_tokens = Histogram(_TOKENS)
         self.step_scheduler_seconds = Histogram(_STEP_S)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from deepinfer.errors import DeepInferError
+from deepinfer.loop import Loop
 from deepinfer.stream import Mailbox, Piece
 
 Delivery = tuple[Mailbox, Piece | DeepInferError]
@@ -25,7 +24,7 @@ class Outbox:
         if not self._deliveries:
             return
         home = self._home
-        remote: dict[asyncio.AbstractEventLoop, list[Delivery]] = {}
+        remote: dict[Loop, list[Delivery]] = {}
         local: list[Delivery] = []
         for delivery in self._deliveries:
             loop = delivery[0].loop

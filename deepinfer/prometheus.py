@@ -8,7 +8,7 @@ Registers nothing and listens nowhere by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Final, Protocol
 
@@ -20,9 +20,12 @@ from deepinfer.config import EngineConfig
 from deepinfer.errors import EngineClosed
 from deepinfer.metrics import PREFIX, Distribution, Metric
 
-_LABELS: Final = ("model_name", "engine")
+_ENGINE: Final = ("model_name", "engine")
+_HANDLER: Final = ("handler",)
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+Snapshot = Mapping[str, Metric]
+"""Metrics by name."""
 
 
 class Measured(Protocol):
@@ -49,20 +52,37 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Family]:
         """One family a metric. An engine that is not open yet has none."""
-        snapshots = {index: snapshot for index, engine in enumerate(self._engines) if (snapshot := _read(engine))}
-        for name in next(iter(snapshots.values()), ()):
-            metrics = {index: snapshot[name] for index, snapshot in snapshots.items()}
-            family = _family(next(iter(metrics.values())))
-            for index, metric in metrics.items():
-                _fill(family, metric, [self._engines[index].config.model, str(index)])
-            yield family
+        snapshots = [([each.config.model, str(index)], _read(each)) for index, each in enumerate(self._engines)]
+        return _families(_ENGINE, snapshots)
 
 
-def exposition(*engines: Measured) -> bytes:
-    """All metrics of `engines`, as a scrape of `CONTENT_TYPE` gets them."""
+class HandlerCollector(Collector):
+    """What a server of HTTP has counted, by the `handler` that was asked: a path as its routes have it."""
+
+    def __init__(self, snapshots: Mapping[str, Snapshot]) -> None:
+        self._snapshots = snapshots
+
+    def collect(self) -> Iterator[Family]:
+        return _families(_HANDLER, [([handler], snapshot) for handler, snapshot in self._snapshots.items()])
+
+
+def exposition(*engines: Measured, handlers: Mapping[str, Snapshot] | None = None) -> bytes:
+    """All metrics of `engines`, and of the `handlers` of a server, as a scrape of `CONTENT_TYPE` gets them."""
     registry = CollectorRegistry()
     registry.register(EngineCollector(*engines))
+    registry.register(HandlerCollector(handlers or {}))
     return generate_latest(registry)
+
+
+def _families(names: tuple[str, ...], snapshots: Sequence[tuple[list[str], Snapshot]]) -> Iterator[Family]:
+    """One a metric; with each snapshot come its values of the labels `names`."""
+    families: dict[str, Family] = {}
+    for labels, snapshot in snapshots:
+        for name, metric in snapshot.items():
+            if name not in families:
+                families[name] = _family(metric, names)
+            _fill(families[name], metric, labels)
+    return iter(families.values())
 
 
 def _read(engine: Measured) -> dict[str, Metric]:
@@ -72,9 +92,9 @@ def _read(engine: Measured) -> dict[str, Metric]:
         return {}
 
 
-def _family(metric: Metric) -> Family:
+def _family(metric: Metric, names: tuple[str, ...]) -> Family:
     name, description = PREFIX + metric.name, metric.description
-    labels = [*_LABELS, metric.label] if metric.label else [*_LABELS]
+    labels = [*names, metric.label] if metric.label else [*names]
     if metric.kind == "histogram":
         return HistogramMetricFamily(name, description, labels=labels)
     if metric.kind == "gauge":

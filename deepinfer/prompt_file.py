@@ -20,6 +20,7 @@ import msgspec
 from deepinfer.admission import ModelLimits, check_params
 from deepinfer.chat import NO_OPTIONS, check_messages
 from deepinfer.errors import ConfigError, DeepInferError, InvalidRequest
+from deepinfer.grammar import grammar_source
 from deepinfer.migrating import SamplingParams as AnySamplingParams
 from deepinfer.migrating import rename_params
 from deepinfer_protocol import SamplingParams
@@ -124,7 +125,7 @@ class PromptFile:
             prompt=content.prompt if content.prompt is not None else content.prompt_token_ids,
             messages=content.messages,
             chat=chat,
-            params=check_params(read_params({**self._defaults, **content.params}), _ANY_MODEL),
+            params=_checked(read_params({**self._defaults, **content.params})),
             crc=crc,
         )
 
@@ -156,9 +157,14 @@ def read_params(fields: Mapping[str, Any]) -> SamplingParams:
 def read_defaults(fields: Mapping[str, Any]) -> SamplingParams:
     """The same for what holds for all requests. Raises `ConfigError` for what no model would serve."""
     try:
-        return check_params(read_params(fields), _ANY_MODEL)
+        return _checked(read_params(fields))
     except InvalidRequest as error:
         raise ConfigError(error.field, str(error).removeprefix(f"{error.field}: ")) from None
+
+
+def _checked(params: SamplingParams) -> SamplingParams:
+    grammar_source(params)
+    return check_params(params, _ANY_MODEL)
 
 
 def _refusal(error: msgspec.ValidationError, whole: str) -> InvalidRequest:

@@ -217,10 +217,10 @@ class Rank:
         for seq, most in zip(self._rows, self._most_drafts, strict=False):
             seq.num_planned += most
             seq.num_unsure += most
-            seq.num_drafts = num_drafts if seq.matcher is None else 0  # a mask is of one place: none is verified
+            seq.num_drafts = num_drafts
         for seq, flags in zip(self._rows[self._num_decodes :], self._flags[self._num_decodes :], strict=True):
             if flags:
-                seq.num_drafts = num_drafts if seq.matcher is None else 0
+                seq.num_drafts = num_drafts
 
     def plan_prefills(self, step_id: int, chunk: int) -> None:
         """Chunks of the prompts that are under way, in order, at most `chunk` positions each."""
@@ -297,9 +297,10 @@ class Rank:
         return RankStep(plan, expected, rows[: self._num_decodes] + sampled, prompts, drafted, masked)
 
     def _masked_rows(self) -> list[MaskRow]:
+        most_drafts = self._most_drafts + [0] * (len(self._rows) - len(self._most_drafts))
         return [
-            MaskRow(seq, seq.matcher, seq.slot, seq.take_unmatched())
-            for seq, flags in zip(self._rows, self._flags, strict=True)
+            MaskRow(seq, seq.matcher, seq.slot, seq.take_unmatched(), seq.draft_ids[:most])
+            for seq, flags, most in zip(self._rows, self._flags, most_drafts, strict=True)
             if flags == _WAIT and seq.matcher is not None
         ]
 

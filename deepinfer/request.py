@@ -84,6 +84,7 @@ class Request:
         "slow_since_s",
         "started_s",
         "stop_ids",
+        "traceparent",
         "user",
     )
 
@@ -100,6 +101,7 @@ class Request:
         queue_deadline_s: float = inf,
         deadline_s: float = inf,
         skips_prefix_cache: bool = False,
+        traceparent: str | None = None,
         user: Any = None,
     ) -> None:
         """`sampling` has one entry a sample. `max_length` counts the prompt and the tokens of one sample."""
@@ -113,6 +115,7 @@ class Request:
         self.queue_deadline_s = queue_deadline_s
         self.deadline_s = deadline_s
         self.skips_prefix_cache = skips_prefix_cache
+        self.traceparent = traceparent  # the trace's: what its user's own trace calls it
         self.user = user  # the core's; the scheduler does not look at it
         self.order = (0.0, 0)  # set by the scheduler: smaller goes first
         self.started_s: float | None = None  # when its first row was planned
@@ -168,6 +171,7 @@ class Sequence:
         "block_hashes",
         "block_ids",
         "capacity",
+        "draft_ids",
         "finish_reason",
         "generation",
         "held_block_ids",
@@ -207,6 +211,7 @@ class Sequence:
         self.num_unsure = 0  # of them: those that they do not, if none is
         self.num_computed = 0  # positions that the steps applied so far have computed
         self.num_drafts = 0  # that the last step sent makes
+        self.draft_ids = array("i")  # that the last step applied has made, where a mask is due
         self.survivals = b""  # of the drafts that the last step applied has made
         self.older_survivals = b""  # of the step before it
         self.num_published = 0  # blocks that others can adopt
@@ -280,6 +285,7 @@ class Sequence:
         """Nothing is computed, planned or drafted any more."""
         self.num_planned = self.num_unsure = self.num_computed = self.num_published = self.num_drafts = 0
         self.survivals = self.older_survivals = b""
+        self.draft_ids = array("i")
 
     @property
     def has_slot(self) -> bool:

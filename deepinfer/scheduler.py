@@ -312,6 +312,10 @@ class Scheduler:
                 known = logprobs[start:end] if logprobs else None
                 self._take_tokens(rank, seq, tokens[start:end], known, emissions, now)
             start = end
+        if rank_step.masked and num_drafts:
+            ids = unpack_int32(result.draft_ids)
+            for index, masked in enumerate(rank_step.masked):
+                masked.seq.draft_ids = ids[index * num_drafts : (index + 1) * num_drafts]
         if result.predicted:
             predicted = unpack_float32(result.predicted)
             tried, reached = by_place(zip(num_verified, num_accepted, strict=True), len(predicted))
@@ -489,6 +493,9 @@ def _check_drafted(step_id: int, rank: int, expected: RankStep, result: StepResu
     if len(result.survivals) != num_sampled * expected.plan.num_drafts:
         due = f"{expected.plan.num_drafts} drafts of {num_sampled} rows were due"
         raise WorkerLost(f"{where}: {due}, {len(result.survivals)} survivals came")
+    num_ids = len(expected.masked) * expected.plan.num_drafts
+    if len(result.draft_ids) != 4 * num_ids:
+        raise WorkerLost(f"{where}: the ids of {num_ids} drafts were due, {len(result.draft_ids) // 4} came")
     return RowTokens(counts, num_verified)
 
 

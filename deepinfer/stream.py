@@ -6,7 +6,6 @@ Knows nothing of scheduling; it asks for an end or for more through two callback
 
 from __future__ import annotations
 
-import asyncio
 import weakref
 from array import array
 from collections import deque
@@ -18,6 +17,7 @@ from msgspec import Struct
 
 from deepinfer.draft_counts import DraftCounts
 from deepinfer.errors import WrongLoop
+from deepinfer.loop import Loop, Waiter, running_loop, wake
 from deepinfer.request import FinishReason, TokenLogprobs
 
 StopReason = int | str | None
@@ -140,7 +140,7 @@ class Mailbox:
         "waiter",
     )
 
-    def __init__(self, loop: asyncio.AbstractEventLoop | None, num_samples: int = 1) -> None:
+    def __init__(self, loop: Loop | None, num_samples: int = 1) -> None:
         self.loop = loop
         self.num_unfinished = num_samples
         self.num_prompt_tokens = 0
@@ -152,7 +152,7 @@ class Mailbox:
         self.is_paused = False
         self.is_closed = False
         self.error: Exception | None = None
-        self.waiter: asyncio.Future[None] | None = None
+        self.waiter: Waiter | None = None
         self.source: Source | None = None
         self.told_stop_ids: frozenset[int] = frozenset()
         """Tokens that are a stop reason when they end a sample."""
@@ -182,8 +182,13 @@ class Mailbox:
         if not self.is_closed:
             self.is_closed = True
             self.error = error
-            if self.waiter is not None and not self.waiter.done():
-                self.waiter.set_result(None)
+            if self.waiter is not None:
+                wake(self.waiter)
+
+    @property
+    def is_over(self) -> bool:
+        """Has it ended, with all of its tokens taken? Its ends may still be here."""
+        return self.is_closed and all(piece[1] is None for piece in self._pieces)
 
     def take(self) -> TokenChunk | None:
         """Everything that waits for the sample whose piece is oldest, as one chunk."""
@@ -276,7 +281,7 @@ class TokenStream:
 
     def _check_loop(self) -> None:
         loop = self._mailbox.loop  # None: refused before it had one
-        if loop is not None and asyncio.get_running_loop() is not loop:
+        if loop is not None and running_loop() is not loop:
             raise WrongLoop("this stream belongs to another event loop than the one that reads it")
         self._is_checked = True
 
@@ -296,6 +301,11 @@ class TokenStream:
     async def aclose(self) -> None:
         """`abort`, for those who look for it under this name."""
         self.abort()
+
+    @property
+    def is_over(self) -> bool:
+        """Has it ended, with all of its tokens read? How it ended may still be unread."""
+        return self._mailbox.is_over
 
     @property
     def num_prompt_tokens(self) -> int:

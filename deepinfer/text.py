@@ -8,8 +8,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from deepinfer.chat import NO_OPTIONS, ChatFormat, ChatOptions, ChatPrompt, ChatTemplate, TemplateFormat
 from deepinfer.deepseek_chat import DeepseekFormat, deepseek_family
@@ -18,6 +19,9 @@ from deepinfer.output import OutputText
 from deepinfer.stops import StopMatcher
 from deepinfer.tokenizer import Tokenizer
 from deepinfer_protocol import SamplingParams
+
+MAX_SPACE_TOKENS: Final = 8
+"""Of white space between the mark of thinking and the end of a prompt."""
 
 
 class TextPipeline:
@@ -48,9 +52,16 @@ class TextPipeline:
         return self.tokenizer.decode([token_id], skip_special_tokens=False)
 
     def answer_opening(self, prompt: array[int]) -> int | None:
-        """The token behind which the answer to `prompt` begins, where the prompt lets the model think before it."""
-        ids = self._reasoning_ids
-        return ids[1] if ids is not None and prompt[-1] == ids[0] else None
+        """The token behind which the answer to `prompt` begins, where the prompt lets the model think before it.
+
+        It does where it ends with the mark of thinking, and white space at most: templates write a line break there.
+        """
+        if self._reasoning_ids is None:
+            return None
+        opening, closing = self._reasoning_ids
+        tail = islice(reversed(prompt), MAX_SPACE_TOKENS + 1)
+        last = next((token_id for token_id in tail if token_id == opening or self.spell(token_id).strip()), None)
+        return closing if last == opening else None
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions = NO_OPTIONS) -> ChatPrompt:
         """The model's own chat format, ready for an answer. Raises `InvalidRequest`."""

@@ -96,7 +96,9 @@ class Trace:
         started_s = request.arrival_s + request.queued_s(now_s)
         first_s = now_s if request.first_token_s is None else max(request.first_token_s, started_s)
         num_tokens = sum(seq.num_output for seq in request.samples)
-        what = {"prompt_tokens": len(request.prompt), "tokens": num_tokens, "finish_reason": reason}
+        what: Event = {"prompt_tokens": len(request.prompt), "tokens": num_tokens, "finish_reason": reason}
+        if request.traceparent is not None:
+            what["traceparent"] = request.traceparent
         parts = (("queue", request.arrival_s, started_s), ("prefill", started_s, first_s), ("decode", first_s, now_s))
         common = {"cat": "request", "id": request.request_id, "pid": _ENGINE_PID, "tid": _HOST}
         events = [{**common, "name": "request", "ph": "b", "ts": 1e6 * request.arrival_s, "args": what}]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib
 import os
 import shutil
 import tempfile
@@ -26,6 +27,7 @@ def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.Abstrac
 
 def pytest_collection_finish() -> None:
     """Tests look for what they left behind with the collector: what the imports made is not looked at again."""
+    importlib.import_module("hypothesis")  # asks the collector who refers to trio's random numbers
     gc.collect()
     gc.freeze()
 

@@ -41,11 +41,14 @@ LAYERS: Final = {
                 "huggingface_hub",
                 "jinja2",
                 "llguidance",
+                "h11",
                 "msgspec",
+                "opentelemetry",
                 "prometheus_client",
                 "rich",
                 "starlette",
                 "tokenizers",
+                "trio",
                 "typer",
                 "uvicorn",
                 "uvloop",
@@ -174,16 +177,20 @@ def test_the_engine_does_not_know_its_command_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "home"),
+    ("package", "homes"),
     [
-        ("prometheus_client", "deepinfer/prometheus.py"),
-        ("huggingface_hub", "deepinfer/hub.py"),
-        ("uvicorn", "deepinfer/cli/http_server.py"),
+        ("prometheus_client", ("deepinfer/prometheus.py",)),
+        ("huggingface_hub", ("deepinfer/hub.py",)),
+        ("uvicorn", ("deepinfer/cli/http_server.py", "deepinfer/http/connection.py")),
+        ("h11", ("deepinfer/http/connection.py",)),
     ],
 )
-def test_what_an_extra_brings_is_imported_in_one_file(package: str, home: str) -> None:
+def test_what_an_extra_brings_is_imported_where_it_is_used(package: str, homes: tuple[str, ...]) -> None:
     found = [use for use in uses("deepinfer") if use.module.split(".")[0] == package]
-    assert found and outside(home, found) == []
+    for home in homes:
+        assert len(outside(home, found)) < len(found)
+        found = outside(home, found)
+    assert found == []
 
 
 def test_only_the_http_server_knows_http() -> None:

@@ -6,23 +6,25 @@ Knows nothing of signals, which are the command's.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import math
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import uvicorn
 
 from deepinfer.engine import Engine
 from deepinfer.errors import ConfigError
 from deepinfer.http import HttpConfig, http_app
+from deepinfer.http.connection import uvicorn_settings
+from deepinfer.loopback import is_loopback
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
 
 __all__ = ["HttpConfig", "HttpServer", "bound", "check_exposure", "split_address"]
 
-KEEP_ALIVE_S: Final = 75
-"""An idle connection stays open for so long."""
 DEAD_CLIENT_MS: Final = 120_000
 """A connection is cut whose client has taken nothing for so long."""
 CUT_OFF_S: Final = 1
@@ -40,11 +42,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 def check_exposure(host: str, has_keys: bool) -> None:
     """Whoever can reach it from another machine needs a key. Raises `ConfigError`."""
-    try:
-        is_local = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_local = False
-    if not is_local and not has_keys:
+    if not has_keys and not is_loopback(host):
         raise ConfigError("http", f"{host} can be reached from other machines: --api-keys FILE says who may")
 
 
@@ -65,23 +63,20 @@ def bound(host: str, port: int) -> socket.socket:
 class HttpServer:
     """Serves an open engine, on the loop that runs at `__aenter__`. The engine stays open behind it."""
 
-    def __init__(self, engine: Engine, listener: socket.socket, config: HttpConfig) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        listener: socket.socket,
+        config: HttpConfig,
+        *,
+        tracer_provider: TracerProvider | None = None,
+    ) -> None:
         """`listener` is bound, and closed at the end."""
         host, port = listener.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._listener = listener
-        self._server = _Server(
-            uvicorn.Config(
-                http_app(engine, config),
-                http="h11",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=KEEP_ALIVE_S,
-            )
-        )
+        app = http_app(engine, config, tracer_provider=tracer_provider)
+        self._server = _Server(uvicorn.Config(app, **uvicorn_settings(config)))
 
     async def __aenter__(self) -> Self:
         self._serving = asyncio.create_task(self._server.serve([self._listener]))

@@ -64,6 +64,10 @@ def serve(
         Path | None,
         typer.Option(help="A file of keys for HTTP, a line each. Required for hosts beyond this machine."),
     ] = None,
+    traces: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Send spans of HTTP requests to this OpenTelemetry collector, .../v1/traces."),
+    ] = None,
     drain_s: Annotated[float, typer.Option(help="Seconds that open requests have at the end.", min=0)] = 30.0,
     log: Annotated[bool, typer.Option(help="A line an HTTP request on standard error, without what was said.")] = True,
     settings: Settings = None,
@@ -72,9 +76,9 @@ def serve(
     with in_words("serve"), ExitStack() as stack:
         make_doors = [_wire(listen, key, clients, token_file)]
         if http is not None:
-            make_doors.append(_http(stack, http, tuple(served_name or ()), api_keys))
-        elif served_name or api_keys is not None:
-            raise ConfigError("http", "--served-name and --api-keys are for --http HOST:PORT")
+            make_doors.append(_http(stack, http, tuple(served_name or ()), api_keys, traces))
+        elif served_name or api_keys is not None or traces is not None:
+            raise ConfigError("http", "--served-name, --api-keys and --traces are for --http HOST:PORT")
         if log:
             logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
             logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -88,8 +92,8 @@ def _wire(listen: str | None, key: Path | None, clients: Path | None, token_file
     keys = _keys(key, clients)
     if listen is not None:
         check_listen(listen, has_keys=keys is not None)
-    token = "" if token_file is None else token_file.read_text(encoding="utf-8").strip()
-    return lambda engine: WireServer(engine, listen, keys=keys, settings=WireSettings(token=token))
+    settings = WireSettings(token="" if token_file is None else _secrets("token_file", token_file))
+    return lambda engine: WireServer(engine, listen, keys=keys, settings=settings)
 
 
 def _keys(key: Path | None, clients: Path | None) -> ServerKeys | None:
@@ -100,19 +104,33 @@ def _keys(key: Path | None, clients: Path | None) -> ServerKeys | None:
     return ServerKeys(read_pair(key), read_clients(clients))
 
 
-def _http(stack: ExitStack, address: str, served_names: tuple[str, ...], api_keys: Path | None) -> MakeDoor:
+def _http(
+    stack: ExitStack, address: str, served_names: tuple[str, ...], api_keys: Path | None, traces: str | None
+) -> MakeDoor:
     server = _import_server()
-    keys = () if api_keys is None else tuple(api_keys.read_text(encoding="utf-8").split())
+    keys = () if api_keys is None else tuple(_secrets("api_keys", api_keys).split())
     host, port = server.split_address(address)
     server.check_exposure(host, bool(keys))
     config = server.HttpConfig(served_names=served_names, api_keys=keys)
+    provider = None if traces is None else stack.enter_context(_import_traces().exported(traces))
     listener = stack.enter_context(server.bound(host, port))
 
     def make(engine: Engine) -> Door:
-        door: Door = server.HttpServer(engine, listener, config)
+        door: Door = server.HttpServer(engine, listener, config, tracer_provider=provider)
         return door
 
     return make
+
+
+def _secrets(field: str, path: Path) -> str:
+    """What a file of them says. Raises `ConfigError`, also for one that says nothing: it would let everybody in."""
+    try:
+        found = path.read_text(encoding="utf-8").strip()
+    except UnicodeDecodeError:
+        raise ConfigError(field, f"{path}: text in UTF-8 is expected") from None
+    if not found:
+        raise ConfigError(field, f"{path} is empty")
+    return found
 
 
 def _import_server() -> ModuleType:
@@ -121,6 +139,14 @@ def _import_server() -> ModuleType:
     except ImportError as error:
         raise ConfigError("http", f"serving needs pip install 'deepinfer-runtime[server]' ({error})") from None
     return http_server
+
+
+def _import_traces() -> ModuleType:
+    try:
+        from deepinfer.cli import traces
+    except ImportError as error:
+        raise ConfigError("traces", f"traces need pip install 'deepinfer-runtime[tracing]' ({error})") from None
+    return traces
 
 
 # ---- from the start to the end
@@ -134,6 +160,7 @@ async def _serve(model: str, settings: dict[str, Any], make_doors: list[MakeDoor
         engine = await _start(stack, model, settings, stop)
         if engine is None:
             return
+        await engine.prepare_grammars()  # before anybody could wait for it
         doors = [make(engine) for make in make_doors]
         for door in doors:
             await stack.enter_async_context(door)

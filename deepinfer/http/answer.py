@@ -21,7 +21,7 @@ from deepinfer.http.completions import CompletionExchange
 from deepinfer.http.config import HttpConfig
 from deepinfer.http.exchange import Event, Exchange, Usage
 from deepinfer.http.fault import HttpFault, fault_of
-from deepinfer.http.gate import Note
+from deepinfer.http.note import Note
 from deepinfer.many import run_all
 from deepinfer.stream import TokenChunk, TokenStream
 
@@ -50,7 +50,7 @@ class Answer(Response):
         async with aborted_when_gone(receive, self._stream) as watch:
             try:
                 if self._is_stream:
-                    await self._send_events(note, send)
+                    await self._send_events(note, send, watch)
                 else:
                     await self._send_whole(note, send)
             except (DeepInferError, HttpFault) as error:
@@ -63,29 +63,34 @@ class Answer(Response):
 
     async def _send_whole(self, note: Note, send: Send) -> None:
         await drain(self._stream, self._exchange, note)
+        note.end(self._exchange.num_samples)
         await send_json(send, self._exchange.whole())
 
-    async def _send_events(self, note: Note, send: Send) -> None:
-        exchange, writer = self._exchange, _Writer(send, self._config.write_timeout_s)
+    async def _send_events(self, note: Note, send: Send, watch: _Watch) -> None:
+        exchange, writer = self._exchange, _Writer(send)
         has_begun = False
         try:
             while not exchange.is_finished:
                 chunk = await next_within(self._stream, self._config.keep_alive_s)
                 events: list[Event] = []
                 if chunk is not None:
-                    events = [] if has_begun else exchange.begin(usage_of(self._stream, note))
+                    events = [] if has_begun else await begin(self._stream, exchange, note)
                     has_begun = True
-                    note.num_completion_tokens += len(chunk.token_ids)
+                    note.take(chunk)
                     events += exchange.push(chunk)
                 await writer.write(KEEP_ALIVE if chunk is None else frames(events))
+                if chunk is not None:
+                    note.progress.sent_tokens(chunk.sample_index, len(chunk.token_ids))
         except (DeepInferError, HttpFault) as error:
-            if not writer.has_begun:
+            if watch.is_gone or not writer.has_begun:
                 raise
             fault = self._fault(error)
+            note.error = fault.code
             logger.info("%s ended with %s", note.request_id, fault.code)
             await writer.write(frames([exchange.failure(fault)]))
         else:
             self._stream.abort()  # a stop string may have ended the answer before the model did
+            note.end(exchange.num_samples)
             if exchange.done is not None:
                 await writer.write(f"data: {exchange.done}\n\n".encode())
         await writer.end()
@@ -108,6 +113,7 @@ class BatchAnswer(Response):
                 if not watch.is_gone:
                     raise
                 raise ClientDisconnect from None
+            note.end(sum(exchange.num_samples for exchange in self._exchanges))
             await send_json(send, self._exchanges[0].whole_of(self._exchanges))
 
 
@@ -151,16 +157,20 @@ async def drain(stream: TokenStream, exchange: Exchange, note: Note) -> None:
     while not exchange.is_finished:
         chunk = await anext(stream)
         if not has_begun:
-            exchange.begin(usage_of(stream, note))
+            await begin(stream, exchange, note)
             has_begun = True
-        note.num_completion_tokens += len(chunk.token_ids)
+        note.take(chunk)
         exchange.push(chunk)
     stream.abort()
 
 
-def usage_of(stream: TokenStream, note: Note) -> Usage:
-    note.num_prompt_tokens += stream.num_prompt_tokens
-    return Usage(stream.num_prompt_tokens, stream.num_cached_tokens, stream.source)
+async def begin(stream: TokenStream, exchange: Exchange, note: Note) -> list[Event]:
+    """What comes before the first chunk, once that is here."""
+    note.begin(stream)
+    usage = Usage(stream.num_prompt_tokens, stream.num_cached_tokens, stream.source, stream.prompt_logprobs)
+    if usage.prompt_logprobs is None:
+        return exchange.begin(usage)
+    return await asyncio.to_thread(exchange.begin, usage)  # those of a long prompt would keep the loop
 
 
 def frames(events: Iterable[Event]) -> bytes:
@@ -181,23 +191,17 @@ async def send_json(send: Send, body: bytes) -> None:
 class _Writer:
     """Sends pieces of a response that begins with the first of them."""
 
-    def __init__(self, send: Send, timeout_s: float) -> None:
+    def __init__(self, send: Send) -> None:
         self._send = send
-        self._timeout_s = timeout_s
         self.has_begun = False
 
     async def write(self, body: bytes) -> None:
-        """Raises `ClientDisconnect` where the client takes nothing for too long."""
         if not body:
             return
         if not self.has_begun:
             self.has_begun = True
             await self._send({"type": "http.response.start", "status": 200, "headers": list(_EVENT_HEADERS)})
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._send({"type": "http.response.body", "body": body, "more_body": True})
-        except TimeoutError:
-            raise ClientDisconnect from None
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def end(self) -> None:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -8,11 +8,10 @@ Listens nowhere by itself, and the engine stays its owner's. Needs the `server` 
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -23,7 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from deepinfer.engine import Engine
-from deepinfer.errors import InvalidRequest
+from deepinfer.errors import ContextLengthExceeded, InvalidRequest
 from deepinfer.http.answer import Answer, BatchAnswer
 from deepinfer.http.body import BodyReader
 from deepinfer.http.codec import CHAT, MESSAGES, RESPONSES, Api, Codec
@@ -31,25 +30,40 @@ from deepinfer.http.completions import AskedCompletion, CompletionExchange, ask_
 from deepinfer.http.config import HttpConfig
 from deepinfer.http.exchange import ConversationExchange
 from deepinfer.http.fault import HttpFault
-from deepinfer.http.fields import DetokenizeFields, TokenizeFields, decode_fields
-from deepinfer.http.gate import Gate, Note
+from deepinfer.http.fields import MAX_IDS, DetokenizeFields, TokenizeFields, decode_fields
+from deepinfer.http.gate import Gate
+from deepinfer.http.metrics import HttpMetrics
+from deepinfer.http.note import Asked, Note
+from deepinfer.http.page import figures, page_endpoints
+from deepinfer.http.threads import BodyThreads
 from deepinfer.intake import Prompt
 from deepinfer.stream import TokenStream
 from deepinfer.text import TextPipeline
 from deepinfer_protocol import SamplingParams
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
 
-INLINE_BYTES: Final = 2048
-"""Bodies of more are read in a thread: parsing and encoding them would keep the loop."""
+    from deepinfer.http.tracing import Spans
 
 
-def http_app(engine: Engine, config: HttpConfig | None = None) -> Starlette:
+def http_app(
+    engine: Engine, config: HttpConfig | None = None, *, tracer_provider: TracerProvider | None = None
+) -> Starlette:
     """An app over `engine`, which is open and runs on the loop that the app will run on, or on its own thread.
 
+    With OpenTelemetry's `tracer_provider` every POST becomes a span of it; that needs the `tracing` extra.
     Raises `EngineClosed` for an engine that is not open, `ModelError` where deepseek-recipe is not installed.
     """
-    return _Server(engine, config or HttpConfig()).app()
+    return _Server(engine, config or HttpConfig()).app(_spans(tracer_provider))
+
+
+def _spans(provider: TracerProvider | None) -> Spans | None:
+    if provider is None:
+        return None
+    from deepinfer.http.tracing import Spans
+
+    return Spans(provider)
 
 
 class _Server:
@@ -61,9 +75,10 @@ class _Server:
         self._names = config.served_names or (served_name(engine.config.model),)
         self._codec = Codec(engine.text, engine.limits, self._names)
         self._bodies = BodyReader(config)
+        self._threads = BodyThreads()
         self._created = int(time.time())
 
-    def app(self) -> Starlette:
+    def app(self, spans: Spans | None) -> Starlette:
         posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "/v1/chat/completions": self._conversation(CHAT),
             "/v1/responses": self._conversation(RESPONSES),
@@ -74,14 +89,17 @@ class _Server:
             "/detokenize": self._detokenize,
         }
         gets: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            **page_endpoints(),
+            "/stats": self._stats,
             "/v1/models": self._models,
             "/v1/models/{name:path}": self._model,
             "/health": self._health,
-            "/metrics": self._metrics,
+            "/metrics": self._scrape,
         }
         routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
         routes += [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()]
-        gate = Middleware(Gate, config=self._config)
+        self._metrics = HttpMetrics([*posts, *gets])
+        gate = Middleware(Gate, config=self._config, metrics=self._metrics, spans=spans)
         return Starlette(routes=routes, middleware=[gate], exception_handlers={HTTPException: _leave_to_gate})
 
     # ---- conversations and completions
@@ -89,29 +107,32 @@ class _Server:
     def _conversation(self, api: Api) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             async with self._bodies.read(request) as body:
-                asked = await _run(partial(self._codec.ask, api), body)
-            request_id, fields = _note(request).request_id, asked.converted.fields
-            exchange = ConversationExchange(self._codec, asked, api.id_prefix + request_id)
-            stream = self._stream(request_id, asked.prompt, asked.params, fields.priority or 0)
+                asked = await self._threads.run(partial(self._codec.ask, api), body)
+            note, fields = _note(request), asked.converted.fields
+            response_id = api.id_prefix + note.request_id
+            note.asked = Asked("chat", fields.model, asked.params, bool(fields.stream), response_id)
+            exchange = ConversationExchange(self._codec, asked, response_id)
+            stream = self._stream(note.request_id, asked.prompt, asked.params, fields.priority or 0)
             return Answer(stream, exchange, self._config, is_stream=bool(fields.stream))
 
         return answer
 
     async def _complete(self, request: Request) -> Response:
         async with self._bodies.read(request) as body:
-            asked = await _run(self._ask_completion, body)
-        request_id, priority = _note(request).request_id, asked.fields.priority or 0
+            asked = await self._threads.run(self._ask_completion, body)
+        note, fields, priority = _note(request), asked.fields, asked.fields.priority or 0
+        response_id = f"cmpl-{note.request_id}"
+        note.asked = Asked("text_completion", fields.model, asked.params, bool(fields.stream), response_id)
         exchanges = [
-            CompletionExchange(asked, f"cmpl-{request_id}", place * asked.params.n)
-            for place in range(len(asked.prompts))
+            CompletionExchange(asked, response_id, place * asked.params.n) for place in range(len(asked.prompts))
         ]
         streams = [
-            self._stream(f"{request_id}-{place}", prompt, asked.params, priority)
+            self._stream(f"{note.request_id}-{place}", prompt, asked.params, priority)
             for place, prompt in enumerate(asked.prompts)
         ]
         if len(streams) > 1:
             return BatchAnswer(streams, exchanges)
-        return Answer(streams[0], exchanges[0], self._config, is_stream=bool(asked.fields.stream))
+        return Answer(streams[0], exchanges[0], self._config, is_stream=bool(fields.stream))
 
     def _ask_completion(self, body: bytes) -> AskedCompletion:
         asked = ask_completion(body, self._engine.limits.max_length)
@@ -127,7 +148,7 @@ class _Server:
 
     async def _count_tokens(self, request: Request) -> Response:
         async with self._bodies.read(request) as body:
-            ids = await _run(partial(self._count, MESSAGES), body)
+            ids = await self._threads.run(partial(self._count, MESSAGES), body)
         return _json({"input_tokens": len(ids)})
 
     def _count(self, api: Api, body: bytes) -> list[int]:
@@ -135,11 +156,9 @@ class _Server:
 
     async def _tokenize(self, request: Request) -> Response:
         async with self._bodies.read(request) as body:
-            ids, tokens = await _run(self._token_ids, body)
-        found = {"count": len(ids), "max_model_len": self._engine.limits.max_length, "tokens": ids}
-        return _json(found | ({} if tokens is None else {"token_strs": tokens}))
+            return await self._threads.run(self._tokens, body)
 
-    def _token_ids(self, body: bytes) -> tuple[list[int], list[str] | None]:
+    def _tokens(self, body: bytes) -> Response:
         text, fields = self._text(), decode_fields(body, TokenizeFields)
         if fields.model is not None:
             self._codec.check_model(fields.model)
@@ -151,20 +170,26 @@ class _Server:
         else:
             chat = {"model": self._names[0], "messages": fields.messages}
             ids = self._count(CHAT, msgspec.json.encode(chat))
-        return ids, [text.spell(token_id) for token_id in ids] if fields.return_token_strs else None
+        max_length = self._engine.limits.max_length
+        if len(ids) > (limit := max(max_length, MAX_IDS)):
+            field = "messages" if fields.prompt is None else "prompt"
+            raise ContextLengthExceeded(field, f"{len(ids)} tokens, at most {limit} are listed")
+        found = {"count": len(ids), "max_model_len": max_length, "tokens": ids}
+        return _json(found | ({"token_strs": list(map(text.spell, ids))} if fields.return_token_strs else {}))
 
     async def _detokenize(self, request: Request) -> Response:
         async with self._bodies.read(request) as body:
-            return _json({"prompt": await _run(self._spelt, body)})
+            return await self._threads.run(self._spelt, body)
 
-    def _spelt(self, body: bytes) -> str:
+    def _spelt(self, body: bytes) -> Response:
         fields = decode_fields(body, DetokenizeFields)
         if fields.model is not None:
             self._codec.check_model(fields.model)
         vocab_size, ids = self._engine.limits.vocab_size, fields.ids()
         if max(ids, default=0) >= vocab_size:
             raise InvalidRequest("tokens", f"{max(ids)}, ids of 0 to {vocab_size - 1} are expected")
-        return self._text().tokenizer.decode(ids, skip_special_tokens=fields.skip_special_tokens)
+        spelt = self._text().tokenizer.decode(ids, skip_special_tokens=fields.skip_special_tokens)
+        return _json({"prompt": spelt})
 
     def _text(self) -> TextPipeline:
         text = self._engine.text
@@ -193,18 +218,25 @@ class _Server:
 
     async def _health(self, request: Request) -> Response:
         """Good while every step comes back in time, or none is due; a process that answers is not enough."""
+        status, stalled_s = self._status()
+        return _json({"status": status, "stalled_s": stalled_s}, 200 if status == "ok" else 503)
+
+    def _status(self) -> tuple[str, float]:
+        """In a word, and for how long a step has been due."""
         health = self._engine.health()
         is_stalled = health.stalled_s > self._config.stall_s
-        status = health.failure or ("stalled" if is_stalled else "ok")
-        found = {"status": status, "stalled_s": round(health.stalled_s, 3)}
-        return _json(found, 200 if status == "ok" else 503)
+        return health.failure or ("stalled" if is_stalled else "ok"), round(health.stalled_s, 3)
 
-    async def _metrics(self, request: Request) -> Response:
+    async def _stats(self, request: Request) -> Response:
+        return _json({"status": self._status()[0], "time_s": time.monotonic(), **figures(self._engine)})
+
+    async def _scrape(self, request: Request) -> Response:
         try:
             from deepinfer.prometheus import CONTENT_TYPE, exposition
         except ImportError:
             raise HttpFault(501, "no_metrics", "metrics need prometheus-client: the `metrics` extra") from None
-        return Response(exposition(self._engine), headers={"content-type": CONTENT_TYPE})
+        body = exposition(self._engine, handlers=self._metrics.snapshots())
+        return Response(body, headers={"content-type": CONTENT_TYPE})
 
 
 def served_name(model: str) -> str:
@@ -219,11 +251,6 @@ def _note(request: Request) -> Note:
 
 def _json(content: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
-
-
-async def _run(work: Callable[[bytes], T], body: bytes) -> T:
-    """Here if it is little, in a thread if not."""
-    return work(body) if len(body) <= INLINE_BYTES else await asyncio.to_thread(work, body)
 
 
 async def _leave_to_gate(request: Request, error: Exception) -> Response:

@@ -55,14 +55,21 @@ def check_head(headers: Headers, max_body_bytes: int) -> None:
 
     Only JSON is taken: a page of another site could have a browser send plain text or a form here without asking.
     """
+    if "content-length" in headers and "transfer-encoding" in headers:  # a proxy may have read another one
+        raise HttpFault(400, "invalid_http", "content-length and transfer-encoding: one of them is expected")
     length = headers.get("content-length", "0")
     if not length.isdecimal() or int(length[:20]) > max_body_bytes:
         raise too_large(max_body_bytes)
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise HttpFault(415, "not_json", "content-type: application/json is expected")
+    kind, _, options = headers.get("content-type", "").lower().partition(";")
+    if kind.strip() != "application/json" or not _is_utf8(options):
+        raise HttpFault(415, "not_json", "content-type: application/json is expected, in UTF-8")
     if headers.get("content-encoding", "identity").lower() != "identity":
         raise HttpFault(415, "encoded", "content-encoding: bodies are read as they are, without compression")
+
+
+def _is_utf8(options: str) -> bool:
+    name, _, value = options.partition("=")
+    return name.strip() != "charset" or value.strip().strip('"') in ("utf-8", "utf8", "us-ascii")
 
 
 def too_large(max_body_bytes: int) -> HttpFault:

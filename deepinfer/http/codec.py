@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 from msgspec import Raw
+from msgspec.structs import replace
 
 from deepinfer.admission import ModelLimits
 from deepinfer.chat import NO_OPTIONS
 from deepinfer.deepseek_chat import DeepseekFormat, import_recipe
 from deepinfer.errors import ContextLengthExceeded, InvalidRequest
-from deepinfer.http.constraints import WriteCalls, constrained_sampling
-from deepinfer.http.fault import HttpFault, refused
+from deepinfer.grammar import grammar_source
+from deepinfer.http.constraints import WriteCalls, constrained
+from deepinfer.http.fault import HttpFault, fault_of, refused
 from deepinfer.http.fields import (
     MAX_VALUES,
     ChatFields,
@@ -109,6 +111,8 @@ class Asked(NamedTuple):
     converted: Converted
     prompt: list[int]
     params: SamplingParams
+    names: Mapping[str, str]
+    """What the API calls fields of them."""
 
 
 class Codec:
@@ -149,11 +153,11 @@ class Codec:
         fields = converted.fields
         config = fields.output_config if isinstance(fields, MessagesFields) else None
         form = None if config is None else config.format
-        constraint = constrained_sampling(
-            converted.request.conversation, api.format_field, form, converted.tools, self._write_calls
-        )
+        conversation = converted.request.conversation
+        constraint = constrained(conversation, api.format_field, form, converted.tools, self._write_calls)
         prompt = self.encode(converted.request)
-        return Asked(api, converted, prompt, self._sampling(converted, constraint, len(prompt)))
+        params = _with_text(self._sampling(converted, constraint.sampling, len(prompt)), constraint.names)
+        return Asked(api, converted, prompt, params, constraint.names)
 
     def convert(self, api: Api, body: bytes) -> Converted:
         """A body as the recipe has it. Raises `HttpFault`, which names the field."""
@@ -256,6 +260,18 @@ class Codec:
             return request.resolve_max_tokens(num_prompt, limit)
         except self.recipe.ConversionError as error:
             raise ContextLengthExceeded("max_tokens", str(error)) from None
+
+
+def _with_text(params: SamplingParams, names: Mapping[str, str]) -> SamplingParams:
+    """With a schema as text: a large one is written and measured here, not where it keeps others waiting.
+
+    Raises `HttpFault`.
+    """
+    try:
+        source = grammar_source(params)
+    except InvalidRequest as error:
+        raise fault_of(error, names) from None
+    return params if source is None else replace(params, **{source.field: source.text})
 
 
 def _no_images(image: ImageSource) -> HttpFault:

@@ -30,6 +30,8 @@ from deepinfer_protocol import SamplingParams
 
 DEFAULT_MAX_TOKENS: Final = 16
 """As OpenAI's API has it."""
+MAX_ECHOED_LOGPROBS: Final = 1 << 17
+"""Of a prompt, the most probable tokens among them: writing more would keep others waiting."""
 
 
 class AskedCompletion(NamedTuple):
@@ -48,11 +50,13 @@ def ask_completion(body: bytes, max_ids: int) -> AskedCompletion:
     prompts = fields.prompts(max_ids)
     if len(prompts) > 1 and fields.stream:
         raise refused("stream", "stream: several prompts are answered whole only", "unsupported")
-    if fields.echo and fields.logprobs is not None:
-        raise refused("echo", "echo: it is not served with logprobs", "unsupported")
     given = {name: value for name in _PASSED if (value := getattr(fields, name)) is not None}
     params = SamplingParams(
-        max_tokens=fields.max_tokens or DEFAULT_MAX_TOKENS, seq_seed=fields.seed, **given, **fields.sampling()
+        max_tokens=fields.max_tokens or DEFAULT_MAX_TOKENS,
+        seq_seed=fields.seed,
+        prompt_logprobs=fields.logprobs if fields.echo else None,
+        **given,
+        **fields.sampling(),
     )
     return AskedCompletion(prompts, params, fields)
 
@@ -90,7 +94,10 @@ class CompletionExchange:
         self._fields = asked.fields
         self._first_index = first_index
         self._samples = [_Sample() for _ in range(asked.params.n)]
+        self.num_samples = asked.params.n
         self._usage = Usage(0, 0, None)
+        self._echo = ""
+        self._echoed_logprobs: dict[str, list[Any]] = {}
         self.num_completion_tokens = 0
         head = {"id": response_id, "object": "text_completion", "created": int(time.time())}
         self._head = {**head, "model": asked.fields.model}
@@ -107,10 +114,13 @@ class CompletionExchange:
         self._usage = usage
         if not self._fields.echo:
             return []
-        echo = _prompt_text(usage)
+        self._echo = _prompt_text(usage)
+        if self._fields.logprobs is not None:
+            self._echoed_logprobs = self._of_prompt()
         for sample in self._samples:
-            sample.text.append(echo)
-        return [event for index in range(len(self._samples)) for event in self._delta(index, echo, (), None)]
+            sample.text.append(self._echo)
+        echoes = [self._delta(index, self._echo, (), None, is_first=True) for index in range(len(self._samples))]
+        return [event for events in echoes for event in events]
 
     def push(self, chunk: TokenChunk) -> list[Event]:
         if chunk.finish_reason not in (None, "stop", "length"):
@@ -127,20 +137,30 @@ class CompletionExchange:
             events.append(self._event({**self._head, "choices": [], "usage": self.usage()}))
         return events
 
-    def _delta(self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> list[Event]:
+    def _delta(
+        self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None, *, is_first: bool = False
+    ) -> list[Event]:
         if not self._fields.stream or not (text or logprobs or reason):
             return []
         usage = {"usage": None} if self._includes_usage else {}
-        return [self._event({**self._head, "choices": [self._choice(index, text, logprobs, reason)], **usage})]
+        choice = self._choice(index, text, logprobs, reason, is_first=is_first)
+        return [self._event({**self._head, "choices": [choice], **usage})]
 
     @property
     def _includes_usage(self) -> bool:
         options = self._fields.stream_options
         return bool(self._fields.stream and options is not None and options.include_usage)
 
-    def _choice(self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
+    def _choice(
+        self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None, *, is_first: bool
+    ) -> dict[str, Any]:
+        """`is_first`: `text` begins with what is echoed of the prompt, if anything is."""
         sample = self._samples[index]
-        known = None if self._fields.logprobs is None else self._spelt(logprobs, sample.num_characters)
+        known = None
+        if self._fields.logprobs is not None:
+            known = self._spelt(logprobs, len(self._echo) if is_first else sample.num_characters)
+            if is_first and self._echoed_logprobs:
+                known = {name: self._echoed_logprobs[name] + found for name, found in known.items()}
         sample.num_characters += len(text)
         return {"index": self._first_index + index, "text": text, "logprobs": known, "finish_reason": reason}
 
@@ -155,6 +175,24 @@ class CompletionExchange:
             "text_offset": offsets,
         }
 
+    def _of_prompt(self) -> dict[str, list[Any]]:
+        """As `_spelt`, of the prompt; nothing comes before its first token. Raises `HttpFault` for too many."""
+        source, known = self._usage.source, self._usage.prompt_logprobs
+        assert source is not None and known is not None, "the engine has them before its first token"
+        if len(known) * (1 + (self._fields.logprobs or 0)) > MAX_ECHOED_LOGPROBS:
+            told = f"at most {MAX_ECHOED_LOGPROBS} log probabilities of a prompt are written"
+            raise refused("echo", f"echo: {told}", "unsupported")
+        entries = [entry for entry in known if entry is not None]
+        first = spelling(source, source.token_ids[0])
+        found = self._spelt(entries, len(first))
+        offsets = [min(offset, len(self._echo)) for offset in found["text_offset"]]
+        return {
+            "tokens": [first, *found["tokens"]],
+            "token_logprobs": [None, *found["token_logprobs"]],
+            "top_logprobs": [None, *found["top_logprobs"]],
+            "text_offset": [0, *offsets],
+        }
+
     def usage(self) -> dict[str, Any]:
         num_prompt, num_new = self._usage.num_prompt_tokens, self.num_completion_tokens
         cached = {"cached_tokens": self._usage.num_cached_tokens}
@@ -165,7 +203,7 @@ class CompletionExchange:
 
     def choices(self) -> list[dict[str, Any]]:
         return [
-            self._choice(index, "".join(sample.text), sample.logprobs, sample.finish_reason)
+            self._choice(index, "".join(sample.text), sample.logprobs, sample.finish_reason, is_first=True)
             for index, sample in enumerate(self._samples)
         ]
 

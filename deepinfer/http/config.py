@@ -16,11 +16,19 @@ class HttpConfig(Struct, frozen=True, kw_only=True):
     """Names that requests may have for the model; the first is told. Empty: the last part of the engine's model."""
     api_keys: tuple[str, ...] = ()
     """One of them comes with every request but `/health`. Empty: nobody is asked for one."""
+    hosts: tuple[str, ...] = ()
+    """Without keys, names that requests may be for, beside loopback and the address that they come in at: what a proxy
+    in front is called. `*`: any name, where no browser can ask."""
     max_body_bytes: int = 8 << 20
     max_buffered_bytes: int = 256 << 20
     """Bodies that are being read, all together; a request that would need more is asked to come later."""
+    max_head_bytes: int = 64 << 10
+    """Of the line and the headers of a request, all together; also of what a client sends ahead of its answer."""
+    max_connections: int = 16_384
     max_open_requests: int = 4096
     """Requests under way; a further one is asked to come later, before its body is read."""
+    head_timeout_s: float = 15.0
+    """How long a client may take to say what it wants, from its connection or its first byte on."""
     body_timeout_s: float = 30.0
     """How long a client may take to send a body."""
     keep_alive_s: float = 15.0
@@ -35,10 +43,10 @@ class HttpConfig(Struct, frozen=True, kw_only=True):
     """`/health` is bad when a step takes longer."""
 
     def __post_init__(self) -> None:
-        for field in ("max_body_bytes", "max_buffered_bytes", "max_open_requests"):
+        for field in (name for name in self.__struct_fields__ if name.startswith("max_")):
             if getattr(self, field) < 1:
                 raise ConfigError(field, f"{getattr(self, field)}, at least 1 is expected")
-        for field in ("body_timeout_s", "keep_alive_s", "write_timeout_s", "queue_timeout_s", "timeout_s", "stall_s"):
+        for field in (name for name in self.__struct_fields__ if name.endswith("_s")):
             value = getattr(self, field)
             if value is not None and not value > 0:
                 raise ConfigError(field, f"{value}, more than 0 is expected")

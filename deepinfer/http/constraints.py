@@ -1,14 +1,14 @@
 """What a request demands of the form of its answer: a JSON Schema, any JSON object, a pattern, calls of tools.
 
 The one place that turns it into sampling parameters. What cannot be enforced is refused: an answer that only happens to
-have the form is worse than none. Where a tool is required, or tools are strict, calls are forced into their grammar;
-others are as the model makes them.
+have the form is worse than none. Where a tool is required, tools are strict, or an answer that calls none has a form,
+calls are forced into their grammar; others are as the model makes them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from deepinfer.http.fault import refused
 from deepinfer.http.tool_calls import CannotEnforce, Tool
@@ -24,52 +24,67 @@ _ANY_OBJECT: Final = {"type": "object"}
 class WriteCalls(Protocol):
     """`calls_grammar` of a model."""
 
-    def __call__(self, tools: Sequence[Tool], *, is_required: bool) -> str: ...
+    def __call__(self, tools: Sequence[Tool], *, is_required: bool, form: Any = None) -> str: ...
 
 
-def names_of(field: str) -> Mapping[str, str]:
-    """What an API calls the fields of `SamplingParams` that are set here, where `field` has its response format."""
-    return {"json_schema": field, "regex": field, "grammar": "tools"}
+class Constraint(NamedTuple):
+    """What is demanded of one answer."""
+
+    sampling: dict[str, Any]
+    """Fields of `SamplingParams`."""
+    names: Mapping[str, str]
+    """What the API calls them."""
 
 
-def constrained_sampling(
+def constrained(
     conversation: Conversation,
     field: str,
     messages_format: JsonFormat | None,
     came: Mapping[str, Tool],
     write_calls: WriteCalls | None,
-) -> dict[str, Any]:
-    """Fields of `SamplingParams`. Raises `HttpFault`; `field` is where the API has the response format.
+) -> Constraint:
+    """Raises `HttpFault`; `field` is where the API has the response format.
 
     That of Messages comes by itself: the recipe does not read it, and it is not in the prompt therefore. `came` are the
     tools as they came: the recipe has changed strict ones, and does not read whether those of Messages are.
     `write_calls` is `None` for a model that calls none.
 
-    The schema is as it came: the recipe's own `output_constraint` has lost the definitions of a strict one. Where the
-    model thinks, the engine enforces the form from `</think>` on.
+    The schema is as it came: the recipe's own `output_constraint` has lost the definitions of a strict one, and beside
+    tools it is about calls alone. Where the model thinks, the engine enforces the form from `</think>` on.
     """
     form = conversation.response_format if messages_format is None else messages_format.type
     if form == "text":
-        return {} if write_calls is None else _forced_calls(conversation, came, write_calls)
-    if conversation.tools:
-        told = "it cannot be enforced beside tools, which may be called instead: give tool_choice none, or no tools"
-        raise refused(field, f"{field}: {told}", "unsupported")
+        calls = {} if write_calls is None else _forced_calls(conversation, came, write_calls, None)
+        return Constraint(calls, {"grammar": "tools"})
     if any(message.prefix for message in conversation.messages):
         raise refused(field, f"{field}: it cannot be enforced where the answer has begun with a prefix", "unsupported")
     if form == "regex":
-        return {"regex": conversation.response_regex}
+        if conversation.tools:
+            told = "it cannot be enforced beside tools, which may be called instead: give tool_choice none, or no tools"
+            raise refused(field, f"{field}: {told}", "unsupported")
+        return Constraint({"regex": conversation.response_regex}, {"regex": field})
+    schema = _schema(conversation, form, messages_format)
+    if conversation.tools and write_calls is not None:
+        return Constraint(_forced_calls(conversation, came, write_calls, schema), {"grammar": field})
+    return Constraint({"json_schema": schema}, {"json_schema": field})
+
+
+def _schema(conversation: Conversation, form: str, messages_format: JsonFormat | None) -> Any:
     if form == "json_object":
-        return {"json_schema": _ANY_OBJECT}
-    return {"json_schema": conversation.response_schema if messages_format is None else messages_format.schema}
+        return _ANY_OBJECT
+    return conversation.response_schema if messages_format is None else messages_format.schema
 
 
-def _forced_calls(conversation: Conversation, came: Mapping[str, Tool], write_calls: WriteCalls) -> dict[str, Any]:
+def _forced_calls(
+    conversation: Conversation, came: Mapping[str, Tool], write_calls: WriteCalls, form: Any
+) -> dict[str, Any]:
+    """`form`: the schema of an answer that calls nothing; `None` for any text."""
     is_required = conversation.tool_choice == "required"
     try:
         tools = [_as_it_came(tool, came) for tool in conversation.tools]
-        if not is_required and not any(tool.is_strict for tool in tools):
+        if form is None and not is_required and not any(tool.is_strict for tool in tools):
             return {}
-        return {"grammar": write_calls(tools, is_required=is_required)}
+        return {"grammar": write_calls(tools, is_required=is_required, form=form)}
     except CannotEnforce as error:
         raise refused("tools", f"tools: {error}", "unsupported") from None
 

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import msgspec
 
 from deepinfer.http.codec import CHAT, RESPONSES, Asked, Codec
-from deepinfer.http.constraints import names_of
 from deepinfer.http.fault import HttpFault, anthropic_error, ended_early, openai_error
-from deepinfer.stream import Source, TokenChunk, TokenLogprob
+from deepinfer.stream import PromptLogprobs, Source, TokenChunk, TokenLogprob
 
 if TYPE_CHECKING:
     from deepseek_recipe import StreamProcessor
@@ -34,6 +33,8 @@ class Usage(NamedTuple):
     num_prompt_tokens: int
     num_cached_tokens: int
     source: Source | None
+    prompt_logprobs: PromptLogprobs | None = None
+    """Where they were asked for."""
 
 
 class Exchange(Protocol):
@@ -43,6 +44,7 @@ class Exchange(Protocol):
     """What a stream of events ends with."""
     names: Mapping[str, str]
     """What its API calls fields of the engine."""
+    num_samples: int
 
     @property
     def is_finished(self) -> bool:
@@ -75,7 +77,8 @@ class ConversationExchange:
         self._is_stream = bool(asked.converted.fields.stream)
         self._kind = getattr(codec.recipe, asked.api.response)
         self.done: str | None = self._kind.sse_done_data()
-        self.names = names_of(asked.api.format_field)
+        self.names = asked.names
+        self.num_samples = asked.params.n
         self._processors = [self._processor() for _ in range(asked.params.n)]
         self._responses: list[Any] = []
         self._is_finished = [False] * asked.params.n

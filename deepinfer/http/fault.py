@@ -69,6 +69,10 @@ def refused(field: str | None, message: str, code: str = "invalid_param") -> Htt
     return HttpFault(400, code, message, field)
 
 
+def head_too_large(max_head_bytes: int) -> HttpFault:
+    return HttpFault(431, "head_too_large", f"line and headers: at most {max_head_bytes} bytes are read")
+
+
 def fault_of(error: DeepInferError, names: Mapping[str, str] = MappingProxyType({})) -> HttpFault:
     """An error of the engine, as its user over HTTP gets it. `names` are what the API calls fields of the engine."""
     if isinstance(error, InvalidRequest):

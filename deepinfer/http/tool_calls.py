@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any, Final, NamedTuple
 
+import msgspec
+
 from deepinfer.deepseek_chat import Family
-from deepinfer.grammar import MAX_GRAMMAR_BYTES
+from deepinfer.grammar import JSON_OPTIONS, MAX_GRAMMAR_BYTES
 
 _ANNOTATIONS: Final = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "$schema"})
 _OF_PARAMETERS: Final = _ANNOTATIONS | {
@@ -36,6 +37,8 @@ _MAX_DEPTH: Final = 16
 """Of references and alternatives of one parameter."""
 _MAX_VALUES: Final = 4096
 """Alternatives of one parameter."""
+_MAX_VISITED: Final = 1 << 16
+"""Keys of schemas and listed values that are looked at for one grammar: some tens of milliseconds."""
 
 
 class CannotEnforce(ValueError):
@@ -64,13 +67,14 @@ _DIALECTS: Final[Mapping[Family, _Dialect]] = {
 }
 
 
-def calls_grammar(tools: Sequence[Tool], *, is_required: bool, family: Family, mark_id: int) -> str:
+def calls_grammar(tools: Sequence[Tool], *, is_required: bool, family: Family, mark_id: int, form: Any = None) -> str:
     """What may follow the prompt: text, calls, or both; with `is_required` calls, whose block the prompt has begun.
 
-    `mark_id` is the token of the mark. Raises `CannotEnforce`.
+    With `form`, a JSON Schema: what satisfies it, or calls, and no other text. `mark_id` is the token of the mark.
+    Raises `CannotEnforce`.
     """
     try:
-        return _Writer(_DIALECTS[family], mark_id).grammar(tools, is_required)
+        return _Writer(_DIALECTS[family], mark_id).grammar(tools, is_required, form)
     except RecursionError:
         raise CannotEnforce("a schema is nested too deep") from None
 
@@ -82,23 +86,26 @@ class _Writer:
         self._dialect = dialect
         self._mark = f"<[{mark_id}]>"
         self._lengths: dict[tuple[int, int | None], str] = {}  # names of the rules for text
+        self._budget = _Budget()
+        self._num_characters = 0  # of the rules that are there
 
-    def grammar(self, tools: Sequence[Tool], is_required: bool) -> str:
+    def grammar(self, tools: Sequence[Tool], is_required: bool, form: Any) -> str:
         block, mark = self._dialect.block, self._mark
         begun = f'call+ "</" {mark} {_literal(f"{block}>")}'
-        start = f'FREE | BEGIN {mark} {_literal(f"{block}>")} "\\n" {begun}'
+        text, before = ("FREE", "BEGIN") if form is None else ("form", _literal("\n\n<"))
+        start = f'{text} | {before} {mark} {_literal(f"{block}>")} "\\n" {begun}'
         rules = [
             f"start: {begun if is_required else start}",
             f"call: {' | '.join(f'call_{index}' for index in range(len(tools)))}",
         ]
-        num_characters = 0
         for index, tool in enumerate(tools):
             for rule in self._call(f"call_{index}", tool):
                 rules.append(rule)
-                num_characters += len(rule)
-                if num_characters > MAX_GRAMMAR_BYTES:  # definitions may be there once for every parameter
-                    raise CannotEnforce(f"{tool.name}: with it the grammar of calls has become too large")
-        if not is_required:
+                self._num_characters += len(rule)
+                _check_size(self._num_characters, tool.name)
+        if form is not None and not is_required:
+            rules.append(f"form: %json {json.dumps(_form(form))}")
+        elif not is_required:
             rules += [r"FREE: /(.|\n)*/", r"BEGIN: /(.|\n)*\n\n</"]
         rules += [f"{name}: /(.|\\n){_times(*length)}<\\//" for length, name in self._lengths.items()]
         return "\n".join(rules) + "\n"
@@ -113,22 +120,35 @@ class _Writer:
         for index, (name, value) in enumerate(properties.items()):
             place = f"{tool.name}.{name}"
             parts.append(f"{rule}_{index}{'' if name in required else '?'}")
-            found = _alternatives(value, schema, place, _MAX_DEPTH) if tool.is_strict else _ANY
-            yield f"{rule}_{index}: {self._parameter(_name(name, place), found)}"
+            parameter = _Parameter(place, schema, self._budget, set())
+            found = _alternatives(value, parameter, _MAX_DEPTH) if tool.is_strict else _ANY
+            yield f"{rule}_{index}: {self._parameter(_name(name, place), place, found)}"
         if not tool.is_strict and not properties and schema.get("additionalProperties") is not False:
             parts = [f"{rule}_any*"]
-            yield f"{rule}_any: {self._parameter(None, _ANY)}"
+            yield f"{rule}_any: {self._parameter(None, tool.name, _ANY)}"
         yield f"{rule}: {' '.join([begin, *parts, end])}"
 
-    def _parameter(self, name: str | None, values: Iterable[_Value]) -> str:
+    def _parameter(self, name: str | None, place: str, values: Iterable[_Value]) -> str:
         """`None`: of any name."""
         tag, mark = self._dialect.parameter, self._mark
         called = r"/[^\"<>\\\s]+/" if name is None else _literal(name)
-        kept = list(islice(values, _MAX_VALUES + 1))
-        if len(kept) > _MAX_VALUES:
-            raise CannotEnforce(f"{name}: more than {_MAX_VALUES} alternatives")
-        either = " | ".join(dict.fromkeys(map(self._value, kept)))
+        either = " | ".join(self._either(place, values))
         return f'"<" {mark} {_literal(tag + " name=" + chr(34))} {called} ({either}) {mark} {_literal(f"{tag}>")} "\\n"'
+
+    def _either(self, place: str, values: Iterable[_Value]) -> Iterable[str]:
+        """Each once. Nothing is written any more as soon as it has become too much."""
+        found: dict[str, None] = {}
+        num_characters = self._num_characters
+        for value in values:
+            text = self._value(value)
+            num_characters += len(text)
+            _check_size(num_characters, place)
+            found[text] = None
+            if len(found) > _MAX_VALUES:
+                raise CannotEnforce(f"{place}: more than {_MAX_VALUES} alternatives")
+        if not found:
+            raise CannotEnforce(f"{place}: its schema refers to nothing but itself")
+        return found
 
     def _value(self, value: _Value) -> str:
         """To the beginning of the tag that ends it."""
@@ -138,6 +158,15 @@ class _Writer:
         if isinstance(value, _Json):
             return f'{other} %json {json.dumps(value.schema | {"x-guidance": _JSON_AS_THE_MODEL_WRITES_IT})} "</"'
         return f"{text} {self._lengths.setdefault(value, f'TEXT_{len(self._lengths)}')}"
+
+
+def _form(schema: Any) -> dict[str, Any]:
+    """As the engine takes a schema that stands alone."""
+    if schema is True:
+        return {"x-guidance": JSON_OPTIONS}
+    if not isinstance(schema, dict) or "x-guidance" in schema:
+        raise CannotEnforce("the form of the answer is no schema that an answer can satisfy")
+    return schema | {"x-guidance": JSON_OPTIONS}
 
 
 class _Json(NamedTuple):
@@ -158,9 +187,39 @@ _Value = str | _Json | _Text
 _ANY: Final[tuple[_Value, ...]] = (_Text(0, None), _Json({}))
 
 
+class _Budget:
+    """What may still be looked at for one grammar."""
+
+    def __init__(self) -> None:
+        self.num_left = _MAX_VISITED
+
+    def spend(self, count: int, place: str) -> None:
+        self.num_left -= count
+        if self.num_left < 0:
+            raise CannotEnforce(f"{place}: with it the schemas of all tools have become too many to follow")
+
+
+class _Parameter(NamedTuple):
+    """Whose alternatives are looked for."""
+
+    place: str
+    root: Mapping[str, Any]
+    """The schema that its references are in."""
+    budget: _Budget
+    followed: set[str]
+    """References; what they stand for is an alternative once."""
+
+
+def _check_size(num_characters: int, place: str) -> None:
+    if num_characters > MAX_GRAMMAR_BYTES:  # definitions may be there once for every parameter
+        raise CannotEnforce(f"{place}: with it the grammar of calls has become too large")
+
+
 def _parameters(tool: Tool) -> dict[str, Any]:
     """The schema of its arguments. Of a tool that is not strict as far as it can be read."""
     schema = {} if tool.parameters is None else tool.parameters
+    if tool.is_strict and len(msgspec.json.encode(schema)) > MAX_GRAMMAR_BYTES:
+        raise CannotEnforce(f"{tool.name}: its parameters have more than {MAX_GRAMMAR_BYTES} bytes")
     if _is_plain(schema):
         return dict(schema)
     if tool.is_strict:
@@ -178,26 +237,32 @@ def _is_plain(schema: Any) -> bool:
     return all(isinstance(name, str) and name in properties for name in required)
 
 
-def _alternatives(schema: Any, root: Mapping[str, Any], place: str, depth: int) -> Iterator[_Value]:
-    """The values that a parameter may have. Raises `CannotEnforce`."""
+def _alternatives(schema: Any, parameter: _Parameter, depth: int) -> Iterator[_Value]:
+    """The values that it may have. Raises `CannotEnforce`."""
+    place, root = parameter.place, parameter.root
     if not isinstance(schema, dict | bool) or schema is False or depth == 0:
         raise CannotEnforce(f"{place}: its schema is none that a parameter can have, or refers too far")
     schema = {} if schema is True else schema
+    parameter.budget.spend(1 + len(schema), place)
     keys, kinds = schema.keys() - _ANNOTATIONS, schema.get("type")
     if not keys:
         yield from _ANY
     elif keys == {"$ref"}:
-        yield from _alternatives(_referred(schema["$ref"], root, place), root, place, depth - 1)
+        found = _referred(schema["$ref"], root, place)
+        if schema["$ref"] not in parameter.followed:
+            parameter.followed.add(schema["$ref"])
+            yield from _alternatives(found, parameter, depth - 1)
     elif keys == {"anyOf"} and isinstance(schema["anyOf"], list) and schema["anyOf"]:
         for part in schema["anyOf"]:
-            yield from _alternatives(part, root, place, depth - 1)
+            yield from _alternatives(part, parameter, depth - 1)
     elif keys <= {"type", "enum"} and isinstance(schema.get("enum"), list):
+        parameter.budget.spend(len(schema["enum"]), place)
         yield from _listed(schema["enum"], schema, place)
     elif keys <= {"type", "const"} and "const" in schema:
         yield from _listed([schema["const"]], schema, place)
     elif isinstance(kinds, list) and kinds:
         for kind in kinds:
-            yield from _alternatives(schema | {"type": kind}, root, place, depth - 1)
+            yield from _alternatives(schema | {"type": kind}, parameter, depth - 1)
     elif kinds == "string":
         yield _text(schema, place)
     elif not isinstance(kinds, str):

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 import stat
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from deepinfer.errors import ConfigError
+from deepinfer.loopback import is_loopback
 from deepinfer.runtime_dir import MAX_SOCKET_PATH_BYTES
 
 _TCP: Final = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):(?P<port>\d{1,5}|\*)")
@@ -34,14 +34,6 @@ def check_connect(url: str) -> None:
         raise ConfigError("url", f"{url!r}: ipc:///folder/name or tcp://host:port is expected")
 
 
-def is_loopback(host: str) -> bool:
-    """A name is not looked up: `localhost` is the only one that counts."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _check_ipc(path: Path) -> None:
     if not path.is_absolute():
         raise ConfigError("listen", f"{path}: a path from the root is expected")
@@ -53,3 +45,5 @@ def _check_ipc(path: Path) -> None:
         raise ConfigError("listen", f"{path.parent}: {error.strerror}") from None
     if folder.st_uid != os.getuid() or stat.S_IMODE(folder.st_mode) & 0o077:
         raise ConfigError("listen", f"{path.parent}: its owner alone may enter (chmod 700)")
+    if os.path.lexists(path) and not stat.S_ISSOCK(path.lstat().st_mode):  # to listen there would delete it
+        raise ConfigError("listen", f"{path}: it is there, and is no socket")

@@ -37,26 +37,43 @@ from deepinfer_protocol.client import (
     decode_server,
     encode,
 )
+from deepinfer_protocol.client.limits import MAX_SAMPLES
 
 NUM_SILENT_PINGS: Final = 3
 """After so many without a word the connection counts as lost."""
-FIRST_PING_S: Final = 0.25
-"""How often HELLO is said until there is a WELCOME."""
+HELLO_S: Final = 1.0
+"""How often HELLO is said while no server has told its `ping_ms`."""
 
 
 class Call:
     """One request of a client."""
 
-    __slots__ = ("frame", "id", "is_cancelled", "is_resumable", "last", "limit", "mailbox", "num_deltas", "window")
+    __slots__ = (
+        "frame",
+        "id",
+        "is_cancelled",
+        "is_resumable",
+        "is_resuming",
+        "last",
+        "limit",
+        "mailbox",
+        "num_deltas",
+        "unfinished",
+        "window",
+    )
 
-    def __init__(self, id: str, frame: bytes, mailbox: Mailbox, window: int, *, is_resumable: bool) -> None:
-        self.id = id
+    def __init__(self, submit: Submit, frame: bytes, mailbox: Mailbox, window: int) -> None:
+        self.id = submit.id
         self.frame = frame
         """Its SUBMIT."""
         self.mailbox = mailbox
         self.window = window
-        self.is_resumable = is_resumable
+        self.is_resumable = submit.resumable
+        self.unfinished = set(range(min(submit.sampling.n, MAX_SAMPLES)))  # of more the server makes none
+        """Samples whose end the reader does not have."""
         self.is_cancelled = False
+        self.is_resuming = False
+        """A RESUME is under way: what follows the gap comes again."""
         self.limit = window
         """Pieces that may have been pushed: what was granted."""
         self.num_deltas = 0
@@ -75,7 +92,8 @@ class ClientSession:
         self.rejection: DeepInferError | None = None
         self.is_welcome = False
         self.pong: Pong | None = None
-        self.is_going_away = False
+        self.deadline_s: float | None = None
+        """The server goes away: until when open streams may run."""
         self.num_reconnects = 0
         self._token = token
         self._give_up_s = give_up_s
@@ -85,6 +103,7 @@ class ClientSession:
         self._heard_s = -inf
         self._said_s = -inf
         self._lost_s = inf  # since when the server is out of reach
+        self._hello_not_before_s = -inf  # a server that is full has said so
 
     def take_frames(self) -> list[bytes]:
         frames, self._frames = self._frames, []
@@ -97,7 +116,9 @@ class ClientSession:
     # ---- what the user does
 
     def hello(self, now: float) -> None:
-        """Say who we are: at the start, and again whenever the server does not know us."""
+        """Say who we are: at the start, and again whenever the server does not know us, unless it wants no HELLO."""
+        if self.rejection is not None or now < self._hello_not_before_s:
+            return
         self._said_s = now
         self._lost_s = min(self._lost_s, now)
         hello = Hello(
@@ -109,13 +130,19 @@ class ClientSession:
         )
         self._say(hello)
 
+    def window(self, wanted: int) -> int:
+        """As much of `wanted` as a stream can use: a server waits for acks, which come when half of it was read."""
+        most = wanted if self.welcome is None else self.welcome.limits.max_unacked_tokens
+        return max(min(wanted, most), 2)
+
     def submit(self, submit: Submit, mailbox: Mailbox) -> None:
-        """Raises `WireError` for what is no SUBMIT, `DuplicateRequestId`."""
-        if submit.id in self._calls:
+        """`credit` is the stream's window. Raises `WireError` for what is no SUBMIT, `DuplicateRequestId`."""
+        if submit.id in self._calls or submit.id in self._untold:
             raise DuplicateRequestId("request_id", f"{submit.id} is open")
         frame = encode(submit)
         decode_client(frame)  # what a server could not read it could not answer either
-        self._calls[submit.id] = Call(submit.id, frame, mailbox, max(submit.credit, 2), is_resumable=submit.resumable)
+        window = self.window(submit.credit)
+        self._calls[submit.id] = Call(submit, frame, mailbox, window)
         if self.is_welcome:
             self._frames.append(frame)
 
@@ -176,37 +203,41 @@ class ClientSession:
             case Welcome():
                 self._welcomed(message)
             case Reject():
-                self._rejected(message)
+                self._rejected(message, now)
             case Pong():
                 self.pong = message
             case GoAway():
-                self.is_going_away = True
+                self.deadline_s = now + message.deadline_ms / 1000
 
     def _delta(self, delta: Delta) -> None:
         call = self._calls.get(delta.id)
         if call is None or delta.seq < call.num_deltas:
             return
         if delta.seq > call.num_deltas:
-            self._resume(call)
+            if not call.is_cancelled:
+                self._resume(call)
             return
+        call.is_resuming = False
         call.num_deltas += 1
         mailbox = call.mailbox
         if delta.stop is not None:
             mailbox.stop_reasons[delta.sample] = delta.stop
-        if delta.reason is not None and mailbox.num_unfinished == 1:
+        if delta.reason is not None and len(call.unfinished) == 1:
             call.last = delta  # the reader is at its end with it, and then knows what FINISH says
             return
-        self._push(mailbox, delta)
+        self._push(call, delta)
         num_unread = mailbox.num_pushed - mailbox.num_taken
         if num_unread > call.window // 2:
             mailbox.is_paused = True  # its reader will ask for more
         elif call.limit - mailbox.num_pushed <= call.window // 2:
             self.grant(call.id)
 
-    def _push(self, mailbox: Mailbox, delta: Delta) -> None:
+    def _push(self, call: Call, delta: Delta) -> None:
         for piece in pieces_of(delta):
-            mailbox.num_pushed += 1
-            mailbox.push(piece)
+            call.mailbox.num_pushed += 1
+            call.mailbox.push(piece)
+        if delta.reason is not None:
+            call.unfinished.discard(delta.sample)
 
     def _finish(self, finish: Finish) -> None:
         call = self._calls.get(finish.id)
@@ -223,33 +254,38 @@ class ClientSession:
 
     def _error(self, error: Error, now: float) -> None:
         if error.code == ErrorCode.E_HELLO:
-            self.lose(now)
+            if self.is_welcome:  # else a HELLO is under way
+                self.lose(now)
             return
         call = self._calls.get(error.id)
         if call is not None:
-            if error.seq > call.num_deltas and error.code != ErrorCode.E_NOT_FOUND:
+            if error.seq > call.num_deltas and error.code != ErrorCode.E_NOT_FOUND and not call.is_cancelled:
                 self._resume(call)
             else:
                 self._end(call, from_wire(error))
 
     def _resume(self, call: Call) -> None:
-        if call.is_resumable:
-            call.limit = max(call.limit, call.mailbox.num_taken + call.window)
-            self._say(Resume(id=call.id, next=call.num_deltas, limit=call.limit))
-        else:
+        if not call.is_resumable:
             self._say(Cancel(id=call.id))
             self._end(call, ConnectionLost("a part of the stream was lost"))
+        elif not call.is_resuming:
+            call.is_resuming = True
+            call.limit = max(call.limit, call.mailbox.num_taken + call.window)
+            self._say(Resume(id=call.id, next=call.num_deltas, limit=call.limit))
 
     def _welcomed(self, welcome: Welcome) -> None:
         is_new = self.welcome is None
         is_same = is_new or (self.welcome is not None and self.welcome.engine == welcome.engine)
         self.num_reconnects += not is_new
-        self.welcome, self.is_welcome, self.is_going_away = welcome, True, False
+        self.welcome, self.is_welcome, self.deadline_s = welcome, True, None
         self._lost_s = inf
         for id in self._untold:
             self._say(Cancel(id=id))
         self._untold.clear()
+        self._say(Ping())  # how the engine does is known from the start
         for call in list(self._calls.values()):
+            call.is_resuming = False
+            call.window = self.window(call.window)
             if call.is_cancelled:
                 self._say(Cancel(id=call.id))
             elif not call.num_deltas and (is_new or call.is_resumable):
@@ -259,8 +295,11 @@ class ClientSession:
             else:
                 self._end(call, ConnectionLost("the stream was lost with the connection"))
 
-    def _rejected(self, reject: Reject) -> None:
+    def _rejected(self, reject: Reject, now: float) -> None:
+        self.is_welcome = False
+        self._lost_s = min(self._lost_s, now)
         if reject.retryable:
+            self._hello_not_before_s = now + reject.retry_after_ms / 1000
             return
         self.rejection = ConnectionRejected(f"{reject.name}: {reject.text}")
         self.fail_all(self.rejection)
@@ -269,13 +308,13 @@ class ClientSession:
 
     def tick(self, now: float) -> None:
         """To be called a few times a second."""
-        if self.welcome is None or not self.is_welcome:
-            if now - self._said_s >= FIRST_PING_S:
+        ping_s = HELLO_S if self.welcome is None else self.welcome.limits.ping_ms / 1000
+        if not self.is_welcome:
+            if now - self._said_s >= ping_s:
                 self.hello(now)
             if now - self._lost_s > self._give_up_s:
                 self.fail_all(ConnectionLost(f"the server was out of reach for {self._give_up_s:g} s"))
             return
-        ping_s = self.welcome.limits.ping_ms / 1000
         if now - self._heard_s > NUM_SILENT_PINGS * ping_s and now - self._said_s < 2 * ping_s:
             self.lose(now)
         elif now - self._said_s >= ping_s:
@@ -287,9 +326,9 @@ class ClientSession:
     def _end(self, call: Call, error: DeepInferError | None) -> None:
         self._calls.pop(call.id, None)
         if call.last is not None:
-            self._push(call.mailbox, call.last)
+            self._push(call, call.last)
         if error is None and not call.mailbox.is_closed:  # cancelled, and what was on its way is not waited for
-            for sample in range(call.mailbox.num_unfinished):
+            for sample in sorted(call.unfinished):
                 call.mailbox.push((sample, None, "", None, "abort"))
         call.mailbox.close(error)
 

@@ -1,11 +1,10 @@
 """Client: an engine elsewhere, with the streams of one here. The thin shell around `ClientSession`.
 
-Knows nothing of credits, resumes or what messages mean. Runs on asyncio and uvloop.
+Knows nothing of credits, resumes or what messages mean. Runs on asyncio, uvloop and trio.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import secrets
@@ -15,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import isfinite
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 import zmq
 from msgspec.structs import replace
@@ -24,6 +23,8 @@ from deepinfer.chat import as_json
 from deepinfer.errors import ConfigError, ConnectionLost, DeepInferError, EngineClosed, InvalidRequest, WrongLoop
 from deepinfer.home import call_threadsafe
 from deepinfer.intake import Messages, Prompt
+from deepinfer.loop import Timer, Waiter, pause, running_loop, wake
+from deepinfer.many import generate_many
 from deepinfer.migrating import plain_prompt, rename_options
 from deepinfer.result import Completion
 from deepinfer.stream import Mailbox, TokenChunk, TokenStream
@@ -36,12 +37,32 @@ from deepinfer_protocol.client import Pong, Submit, Welcome, WireError
 from deepinfer_protocol.client.limits import MAX_FRAME_BYTES, MAX_TIMEOUT_MS
 
 TICK_S: Final = 0.1
-RETRY_S: Final = 0.02
-"""How soon a frame is tried again while ZeroMQ still connects."""
+RETRY_S: Final = 0.05
+"""How soon HELLO is tried again while ZeroMQ still connects."""
 FAREWELL_S: Final = 0.05
 """How long the last frames have to leave."""
 _OUR_NAMES: Final = {"token_ids": "prompt", "timeout_ms": "timeout_s", "queue_timeout_ms": "queue_timeout_s"}
 _ID: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class SchedulerLoad(NamedTuple):
+    """Of `SchedulerStats`, what travels."""
+
+    num_waiting: int
+    num_running: int
+
+
+class CoreProgress(NamedTuple):
+    """Of `CoreStats`, what travels."""
+
+    num_steps: int
+
+
+class ClientStats(NamedTuple):
+    """Of `EngineStats`, what travels; all 0 until the server has said something."""
+
+    scheduler: SchedulerLoad
+    core: CoreProgress
 
 
 def connect(
@@ -88,10 +109,13 @@ class Client:
         self._options = options
         self._session = session
         self._timeout_s = timeout_s
-        self._window = window
+        self._wanted_window = window
         self._resumable = resumable
         self._is_open = False
         self._is_closed = False
+        self._is_retrying = False
+        self._welcoming: Waiter | None = None
+        self._ticking: Timer | None = None
 
     # ---- life
 
@@ -103,8 +127,7 @@ class Client:
         """
         if self._is_open or self._is_closed:
             raise EngineClosed("a client is opened once")
-        self._loop = asyncio.get_running_loop()
-        self._changed = asyncio.Event()
+        self._loop = running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         options = {
             zmq.LINGER: 0,
@@ -120,23 +143,24 @@ class Client:
         self._is_open = True
         try:
             self._socket.connect(self.url)
-            self._ticking = asyncio.create_task(self._tick())
             self._session.hello(self._now())
             self._flush()
+            self._ticking = self._loop.call_later(TICK_S, self._tick)
             await self._wait_welcome()
         except BaseException:
             await self.aclose()
             raise
 
     async def _wait_welcome(self) -> None:
+        self._welcoming = self._loop.create_future()
+        late = self._loop.call_later(self._timeout_s, partial(wake, self._welcoming))
         try:
-            async with asyncio.timeout(self._timeout_s):
-                while not self._session.is_welcome:
-                    self._raise_rejection()
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError:
-            raise ConnectionLost(f"{self.url}: no answer in {self._timeout_s:g} s") from None
+            await self._welcoming
+        finally:
+            late.cancel()
+        self._raise_rejection()
+        if not self._session.is_welcome:
+            raise ConnectionLost(f"{self.url}: no answer in {self._timeout_s:g} s")
 
     def _raise_rejection(self) -> None:
         if self._session.rejection is not None:
@@ -161,12 +185,13 @@ class Client:
         self._session.bye()
         for frame in self._session.take_frames():
             self._socket.send((frame,))
-        if (ticking := getattr(self, "_ticking", None)) is not None:
-            ticking.cancel()
-            await asyncio.gather(ticking, return_exceptions=True)
-        await asyncio.sleep(FAREWELL_S if was_welcome else 0)
-        self._socket.close()
-        self._context.destroy(linger=0)
+        if self._ticking is not None:
+            self._ticking.cancel()
+        try:
+            await pause(FAREWELL_S if was_welcome else 0.0)
+        finally:  # also for a task that is cancelled
+            self._socket.close()
+            self._context.destroy(linger=0)
 
     # ---- requests
 
@@ -184,6 +209,7 @@ class Client:
         priority: int = 0,
         queue_timeout_s: float | None = None,
         timeout_s: float | None = None,
+        traceparent: str | None = None,
         **elsewhere: Any,
     ) -> TokenStream:
         """As `Engine.stream`. An id has letters, digits, `_` and `-`; prompt logprobs do not travel."""
@@ -199,6 +225,7 @@ class Client:
             "priority": priority,
             "queue_timeout_s": queue_timeout_s,
             "timeout_s": timeout_s,
+            "traceparent": traceparent,
         }
         mailbox = Mailbox(None)
         id = secrets.token_hex(8) if request_id is None else request_id
@@ -231,6 +258,19 @@ class Client:
             completion.num_preemptions = stream.num_preemptions
             return completion
 
+    async def generate_many(
+        self,
+        prompts: Sequence[Prompt | Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+        **options: Any,
+    ) -> list[Completion]:
+        """As `Engine.generate_many`. Half of the streams that the server lets a client have are left to others."""
+        self._check_usable()
+        at_once = max(self.welcome.limits.max_streams // 2, 1)
+        return await generate_many(self, prompts, params, at_once=at_once, progress=progress, options=options)
+
     async def abort(self, request_id: str) -> None:
         """End the open request of this id, if there is one. Its reader gets a last chunk, `abort`."""
         self._check_usable()
@@ -243,10 +283,24 @@ class Client:
             raise EngineClosed("the client is not open")
         return self._session.welcome
 
+    def stats(self) -> ClientStats:
+        """What the server last said, which it does at every ping. Raises `EngineClosed` before `open`."""
+        if self._session.welcome is None:
+            raise EngineClosed("the client is not open")
+        pong = self._session.pong or Pong()
+        return ClientStats(
+            SchedulerLoad(num_waiting=pong.waiting, num_running=pong.running), CoreProgress(num_steps=pong.steps)
+        )
+
     @property
     def pong(self) -> Pong | None:
         """What the server last said of its engine's progress."""
         return self._session.pong
+
+    @property
+    def deadline_s(self) -> float | None:
+        """Until when, by `time.monotonic`, open streams may run: the server goes away. `None`: it does not."""
+        return self._session.deadline_s
 
     @property
     def is_connected(self) -> bool:
@@ -256,11 +310,15 @@ class Client:
     def num_reconnects(self) -> int:
         return self._session.num_reconnects
 
+    @property
+    def _window(self) -> int:
+        return self._session.window(self._wanted_window)
+
     def _check_usable(self) -> None:
         if not self._is_open or self._is_closed:
             raise EngineClosed("the client is not open")
         try:
-            loop = asyncio.get_running_loop()
+            loop = running_loop()
         except RuntimeError:
             raise WrongLoop("stream() needs a running event loop") from None
         if loop is not self._loop:
@@ -303,6 +361,7 @@ class Client:
                 timeout_ms=_millis("timeout_s", options["timeout_s"]),
                 resumable=self._resumable,
                 credit=self._window,
+                traceparent=options["traceparent"],
             )
         except InvalidRequest:
             raise
@@ -329,17 +388,16 @@ class Client:
             self._flush()
 
     def _arrive(self, arrival: Arrival) -> None:
-        was_welcome = self._session.is_welcome
-        self._session.receive(arrival.parts, self._now())
-        if self._session.is_welcome is not was_welcome or self._session.rejection is not None:
-            self._changed.set()
+        session = self._session
+        session.receive(arrival.parts, self._now())
+        if self._welcoming is not None and (session.is_welcome or session.rejection is not None):
+            wake(self._welcoming)
         self._flush()
 
-    async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_S)
-            self._session.tick(self._now())
-            self._flush()
+    def _tick(self) -> None:
+        self._session.tick(self._now())
+        self._flush()
+        self._ticking = self._loop.call_later(TICK_S, self._tick)
 
     def _flush(self) -> None:
         """Send what is due. What cannot be sent is lost with the connection, which is made again."""
@@ -348,10 +406,13 @@ class Client:
                 if self._session.is_welcome:
                     self._session.lose(self._now())
                     self._session.take_frames()
-                self._loop.call_later(RETRY_S, self._say_hello)
+                if not self._is_retrying:
+                    self._is_retrying = True
+                    self._loop.call_later(RETRY_S, self._retry)
                 return
 
-    def _say_hello(self) -> None:
+    def _retry(self) -> None:
+        self._is_retrying = False
         if not self._is_closed and not self._session.is_welcome and self._session.rejection is None:
             self._session.hello(self._now())
             self._flush()

@@ -15,6 +15,7 @@ from deepinfer.errors import (
     EngineClosed,
     EngineError,
     GrammarError,
+    InternalError,
     InvalidRequest,
     Overloaded,
     SlowConsumer,
@@ -33,6 +34,7 @@ _CODES: Final = {
     "worker_lost": ErrorCode.E_WORKER_LOST,
     "shutdown": ErrorCode.E_SHUTDOWN,
     "engine": ErrorCode.E_ENGINE_DEAD,
+    "internal": ErrorCode.E_INTERNAL,
 }
 """By `DeepInferError.code`."""
 
@@ -70,6 +72,8 @@ def from_wire(error: Error) -> DeepInferError:
         return EngineClosed(error.text)
     if error.code == ErrorCode.E_NOT_FOUND:
         return ConnectionLost(error.text)
+    if error.code == ErrorCode.E_INTERNAL:
+        return InternalError(error.text)
     return EngineError(f"{error.name}: {error.text}")
 
 

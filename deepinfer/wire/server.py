@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import time
+from collections import deque
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +27,7 @@ from deepinfer.wire.address import check_listen
 from deepinfer.wire.allow_list import AllowList
 from deepinfer.wire.keys import ServerKeys, server_options
 from deepinfer.wire.session import Abort, Action, Drop, Load, Pull, Send, ServerSession, Settings, Start
-from deepinfer.wire.socket import Arrival, LoopSocket
+from deepinfer.wire.socket import Arrival, LoopSocket, Offer
 from deepinfer_protocol import VERSION, unpack_int32
 from deepinfer_protocol.client import CLIENT_VERSION, Submit, Welcome
 from deepinfer_protocol.client.limits import MAX_FRAME_BYTES, MAX_NAME_CHARACTERS
@@ -34,6 +35,10 @@ from deepinfer_protocol.client.limits import MAX_FRAME_BYTES, MAX_NAME_CHARACTER
 TICK_S: Final = 0.25
 FAREWELL_S: Final = 0.05
 """How long the last frames have to leave."""
+FULL_S: Final = 0.01
+"""How soon a connection whose queue is full is tried again."""
+MAX_WAITING: Final = 1024
+"""Frames that wait for such a connection: with more it is lost."""
 _SOCKET_NAME: Final = "c.sock"
 
 log = logging.getLogger(__name__)
@@ -64,7 +69,9 @@ class WireServer:
         self._settings = settings or Settings()
         self._streams: dict[int, _Reading] = {}
         self._is_acting = False
+        self._is_resend_due = False
         self._outgoing: list[Send] = []
+        self._full: dict[bytes, deque[bytes]] = {}  # what waits for connections whose queues are full
         self._idle = asyncio.Event()
         self._closing = ExitStack()
         self.url = ""
@@ -106,7 +113,7 @@ class WireServer:
             zmq.LINGER: 0,
             zmq.MAXMSGSIZE: MAX_FRAME_BYTES,
             zmq.SNDHWM: 4096,
-            zmq.RCVHWM: 1024,
+            zmq.RCVHWM: 16,  # messages of a peer in memory, each of up to 4 MiB: those behind them stay with it
             zmq.HEARTBEAT_IVL: 1000,
             zmq.HEARTBEAT_TIMEOUT: 5000,
             zmq.HANDSHAKE_IVL: 5000,
@@ -194,6 +201,9 @@ class WireServer:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
+            for key, reading in self._streams.items():
+                if reading.stream.is_over:
+                    self._session.over(key, self._now())
             self._session.tick(self._now())
             self._act()
 
@@ -208,8 +218,16 @@ class WireServer:
                     self._do(action)
         finally:
             self._is_acting = False
+        if self._session.is_behind and not self._is_resend_due:
+            self._is_resend_due = True
+            self._loop.call_soon(self._resend)
         if not self._session.num_open:
             self._idle.set()
+
+    def _resend(self) -> None:
+        self._is_resend_due = False
+        self._session.resend()
+        self._act()
 
     def _do(self, action: Action) -> None:
         match action:
@@ -233,9 +251,44 @@ class WireServer:
     def _send_all(self) -> None:
         """What one turn of the loop has brought, most often a step's deltas: ZeroMQ then writes them together."""
         outgoing, self._outgoing = self._outgoing, []
+        lost = set[bytes]()
         for connection, frame in outgoing:
-            if not self._socket.send((connection, frame)):
+            if connection not in lost and not self._send(connection, frame):
+                lost.add(connection)
                 self._session.lose(connection, self._now())
+        self._act()
+
+    def _send(self, connection: bytes, frame: bytes) -> bool:
+        """Now, or when there is room. False: it will not be sent."""
+        waiting = self._full.get(connection)
+        if waiting is not None:
+            waiting.append(frame)
+            self._session.hold(connection)  # also where it was welcomed anew meanwhile
+            return len(waiting) <= MAX_WAITING
+        offer = self._socket.offer((connection, frame))
+        if offer is not Offer.FULL or not self._session.is_welcome(connection):
+            return offer is Offer.TAKEN
+        if not self._full:
+            self._loop.call_later(FULL_S, self._retry)
+        self._full[connection] = deque([frame])
+        self._session.hold(connection)
+        return True
+
+    def _retry(self) -> None:
+        """Send what waits, as far as there is room."""
+        for connection, waiting in list(self._full.items()):
+            offer = Offer.TAKEN if self._session.is_welcome(connection) else Offer.GONE
+            while waiting and offer is Offer.TAKEN:
+                offer = self._socket.offer((connection, waiting[0]))
+                if offer is Offer.TAKEN:
+                    waiting.popleft()
+            if offer is Offer.GONE:
+                self._session.lose(connection, self._now())
+            if offer is not Offer.FULL:
+                del self._full[connection]
+                self._session.release(connection)
+        if self._full:
+            self._loop.call_later(FULL_S, self._retry)
         self._act()
 
     def _start(self, key: int, submit: Submit) -> None:
@@ -289,6 +342,7 @@ def _stream(engine: Engine, key: int, submit: Submit) -> TokenStream:
         priority=submit.priority,
         queue_timeout_s=_seconds(submit.queue_timeout_ms),
         timeout_s=_seconds(submit.timeout_ms),
+        traceparent=submit.traceparent,
     )
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from math import inf
 from typing import Final, NamedTuple
 
 from msgspec import Struct
 
+from deepinfer.errors import ConfigError
 from deepinfer.stream import TokenChunk
 from deepinfer.wire.deltas import deltas_of
 from deepinfer.wire.refusals import to_wire
@@ -46,11 +47,13 @@ from deepinfer_protocol.client import (
     decode_hello,
     encode,
 )
-from deepinfer_protocol.client.limits import MAX_FRAME_BYTES, MAX_PARTS
+from deepinfer_protocol.client.limits import MAX_FRAME_BYTES, MAX_NAME_CHARACTERS, MAX_PARTS
 
 MAX_SESSIONS: Final = 4096
 MAX_ENDED: Final = 1024
 """Ended streams that a session keeps: the oldest make room."""
+MAX_RESENT_AT_ONCE: Final = 64
+"""Frames that are sent again before others have their turn."""
 RETRY_AFTER_MS: Final = 1000
 
 
@@ -109,6 +112,11 @@ class Settings(Struct, frozen=True, kw_only=True):
     token: str = ""
     """If it is not empty, a HELLO must carry it."""
 
+    def __post_init__(self) -> None:
+        """Raises `ConfigError` for a token that no HELLO can carry."""
+        if len(self.token) > MAX_NAME_CHARACTERS:
+            raise ConfigError("token", f"{len(self.token)} characters, at most {MAX_NAME_CHARACTERS} can be sent")
+
     @property
     def limits(self) -> Limits:
         return Limits(
@@ -140,6 +148,7 @@ class Stream:
         "first_token_s",
         "id",
         "is_cancelled",
+        "is_over",
         "is_pulled",
         "is_resumable",
         "kept",
@@ -147,6 +156,7 @@ class Stream:
         "last",
         "next_seq",
         "num_acked",
+        "num_sent",
         "num_tokens",
         "num_unacked_tokens",
         "num_unfinished",
@@ -168,11 +178,13 @@ class Stream:
         self.ended_s = inf
         self.is_pulled = False  # a chunk is being read
         self.is_cancelled = False
+        self.is_over = False  # the engine has no more tokens of it
         self.num_tokens = 0
         self.num_unfinished = submit.sampling.n
         self.reason: Reason = "abort"
         self.next_seq = 0
         self.num_acked = 0
+        self.num_sent = 0  # deltas, while some of them are sent again
         self.num_unacked_tokens = 0
         self.kept: deque[Kept] = deque()
         self.last: bytes | None = None  # its FINISH or ERROR
@@ -181,13 +193,20 @@ class Stream:
         """May more of it be read? The end always may."""
         if self.last is not None or self.is_pulled:
             return False
-        if self.is_cancelled or self.num_unfinished <= 0:
+        if self.is_cancelled or self.is_over or self.num_unfinished <= 0:
             return True
         return self.num_tokens < self.credit and self.num_unacked_tokens < max_unacked_tokens
 
     def keep(self, frame: bytes, num_tokens: int) -> None:
         self.kept.append(Kept(self.next_seq - 1, frame, num_tokens))
         self.num_unacked_tokens += num_tokens
+
+    def next_kept(self) -> bytes | None:
+        """The next delta that is to be sent again, which then counts as sent. `None`: there is none."""
+        if not self.kept or self.num_sent >= self.next_seq:
+            return None
+        self.num_sent = max(self.num_sent, self.kept[0].seq) + 1
+        return self.kept[self.num_sent - 1 - self.kept[0].seq].frame
 
     def ack(self, num_deltas: int) -> None:
         """Deltas below `num_deltas` were received."""
@@ -212,11 +231,14 @@ class Session:
 class Connection:
     """A peer that was welcomed."""
 
-    __slots__ = ("heard_s", "session")
+    __slots__ = ("behind", "heard_s", "is_full", "session")
 
     def __init__(self, session: Session, now: float) -> None:
         self.session = session
         self.heard_s = now
+        self.is_full = False
+        self.behind: OrderedDict[int, Stream] = OrderedDict()
+        """By key, the streams of which something is to be sent again; what is new of them comes after that."""
 
 
 class ServerSession:
@@ -227,6 +249,7 @@ class ServerSession:
         self._settings = settings
         self._load = load
         self._connections: dict[bytes, Connection] = {}
+        self._behind: OrderedDict[bytes, Connection] = OrderedDict()  # that have streams behind, and room
         self._sessions: dict[tuple[str, str], Session] = {}
         self._by_key: dict[int, tuple[Session, Stream]] = {}  # streams that are open
         self._next_key = 0
@@ -250,6 +273,14 @@ class ServerSession:
     def num_connections(self) -> int:
         return len(self._connections)
 
+    @property
+    def is_behind(self) -> bool:
+        """Is there something to be sent again?"""
+        return bool(self._behind)
+
+    def is_welcome(self, connection: bytes) -> bool:
+        return connection in self._connections
+
     # ---- what a peer does
 
     def receive(self, connection: bytes, parts: list[bytes], user: str, now: float) -> None:
@@ -272,6 +303,7 @@ class ServerSession:
         peer = self._connections.pop(connection, None)
         if peer is None:
             return
+        self._behind.pop(connection, None)
         session = peer.session
         session.connection = None
         for stream in list(session.streams.values()):
@@ -405,10 +437,8 @@ class ServerSession:
         stream.starved_s = inf
         stream.ack(resume.next)
         stream.credit = max(stream.credit, resume.limit)
-        for kept in stream.kept:
-            self._actions.append(Send(connection, kept.frame))
-        if stream.last is not None:
-            self._actions.append(Send(connection, stream.last))
+        stream.num_sent = resume.next
+        self._fall_behind(stream, connection, self._connections[connection])
         self._pull(stream, now)
 
     def _end_session(self, connection: bytes, session: Session) -> None:
@@ -416,7 +446,64 @@ class ServerSession:
             self._forget(session, stream)
         session.connection = None
         self._connections.pop(connection, None)
+        self._behind.pop(connection, None)
         self._leave_if_empty(session)
+
+    # ---- what is sent again
+
+    def hold(self, connection: bytes) -> None:
+        """Its queue is full: what can wait waits."""
+        if connection in self._connections:
+            self._connections[connection].is_full = True
+            self._behind.pop(connection, None)
+
+    def release(self, connection: bytes) -> None:
+        """It has room again."""
+        peer = self._connections.get(connection)
+        if peer is not None:
+            peer.is_full = False
+            if peer.behind:
+                self._behind[connection] = peer
+
+    def resend(self) -> None:
+        """Send some of what is missing somewhere, in turn. To be called, between other work, while `is_behind`."""
+        for _ in range(MAX_RESENT_AT_ONCE):
+            if not self._behind:
+                return
+            connection, peer = self._behind.popitem(last=False)
+            key, stream = peer.behind.popitem(last=False)
+            if stream.connection == connection and self._resend_one(stream, connection):
+                peer.behind[key] = stream
+            if peer.behind:
+                self._behind[connection] = peer
+
+    def _resend_one(self, stream: Stream, connection: bytes) -> bool:
+        """Is there more?"""
+        frame = stream.next_kept()
+        is_last = frame is None
+        frame = stream.last if frame is None else frame
+        if frame is not None:
+            self._actions.append(Send(connection, frame))
+        return not is_last and (stream.num_sent < stream.next_seq or stream.last is not None)
+
+    def _fall_behind(self, stream: Stream, connection: bytes, peer: Connection) -> None:
+        if stream.num_sent < stream.next_seq or stream.last is not None:
+            peer.behind[stream.key] = stream
+            if not peer.is_full:
+                self._behind[connection] = peer
+
+    def _tell(self, stream: Stream, frame: bytes, num_sent: int) -> None:
+        """Send what is new of a stream. `num_sent`: deltas before it."""
+        if stream.connection is None:
+            return
+        peer = self._connections[stream.connection]
+        if stream.key in peer.behind:
+            return
+        if peer.is_full and stream.is_resumable:
+            stream.num_sent = num_sent
+            self._fall_behind(stream, stream.connection, peer)
+        else:
+            self._actions.append(Send(stream.connection, frame))
 
     # ---- what an engine does
 
@@ -439,9 +526,15 @@ class ServerSession:
             stream.next_seq += 1
             if stream.is_resumable:
                 stream.keep(frame, len(delta.token_ids) // 4)
-            if stream.connection is not None:
-                self._actions.append(Send(stream.connection, frame))
+            self._tell(stream, frame, stream.next_seq - 1)
         self._pull(stream, now)
+
+    def over(self, key: int, now: float) -> None:
+        """A stream has ended, all of its tokens were read: its end needs no credit."""
+        if key in self._by_key:
+            stream = self._by_key[key][1]
+            stream.is_over = True
+            self._pull(stream, now)
 
     def end(self, key: int, num_prompt_tokens: int, num_cached_tokens: int, num_preemptions: int, now: float) -> None:
         """A `Pull` found the end of the stream."""
@@ -464,8 +557,7 @@ class ServerSession:
         session.num_open -= 1
         stream.last = encode(last)
         stream.ended_s = now
-        if stream.connection is not None:
-            self._actions.append(Send(stream.connection, stream.last))
+        self._tell(stream, stream.last, stream.next_seq)
         session.ended.append(stream)
         if len(session.ended) > MAX_ENDED:
             self._forget_ended(session, session.ended.popleft())
@@ -517,6 +609,7 @@ class ServerSession:
             self._actions.append(Drop(stream.key))
         else:
             session.ended.remove(stream)
+        stream.connection = None
         del session.streams[stream.id]
 
     def _forget_ended(self, session: Session, stream: Stream) -> None:

@@ -6,16 +6,21 @@ events are looked at again, once for all that one turn of the loop sends. Knows 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum, auto
+from time import monotonic
 from typing import Final, NamedTuple
 
 import zmq
 
+from deepinfer.loop import running_loop
+
 MAX_READS_AT_ONCE: Final = 64
+MAX_READ_S: Final = 0.005
+"""How long messages are read and handled before others have their turn; one may take longer."""
 MAX_PARTS_KEPT: Final = 3
 """Of a message: what comes behind them is counted, not kept."""
 _LAST_PART: Final = int(zmq.NOBLOCK)
@@ -32,6 +37,15 @@ class Arrival(NamedTuple):
     """Who the transport says sent it; empty where it does not say."""
 
 
+class Offer(Enum):
+    """What became of a message that was to be sent."""
+
+    TAKEN = auto()
+    FULL = auto()
+    """Nobody reads, or, of a socket that waits for its peer, nobody is there."""
+    GONE = auto()
+
+
 class LoopSocket:
     """Lives on the loop that runs when it is made."""
 
@@ -45,7 +59,7 @@ class LoopSocket:
         has_users: bool = False,
     ) -> None:
         """`has_users`: the transport knows who sent a message."""
-        self._loop = asyncio.get_running_loop()
+        self._loop = running_loop()
         self._on_message = on_message
         self._has_users = has_users
         self._is_look_due = False
@@ -70,17 +84,23 @@ class LoopSocket:
 
     def send(self, parts: Sequence[bytes]) -> bool:
         """False: nobody is there, or nobody reads, and nothing was sent."""
+        return self.offer(parts) is Offer.TAKEN
+
+    def offer(self, parts: Sequence[bytes]) -> Offer:
+        """Send it, if it can be sent at once."""
         if self._socket.closed:
-            return False
+            return Offer.GONE
         try:
             for part in parts[:-1]:
                 self._socket.send(part, _PART)
             self._socket.send(parts[-1], _LAST_PART)
+        except zmq.Again:
+            return Offer.FULL
         except zmq.ZMQError:
-            return False
+            return Offer.GONE
         finally:
             self._look_soon()
-        return True
+        return Offer.TAKEN
 
     def close(self) -> None:
         """Nothing is delivered from here on."""
@@ -101,6 +121,7 @@ class LoopSocket:
             self._read()
 
     def _read(self) -> None:
+        until_s = monotonic() + MAX_READ_S
         for _ in range(MAX_READS_AT_ONCE):
             if self._socket.closed:
                 return
@@ -112,6 +133,8 @@ class LoopSocket:
                 self._on_message(arrival)
             except Exception:  # those behind it are read all the same: no further edge would tell of them
                 log.exception("a message could not be handled")
+            if monotonic() >= until_s:
+                break
         if not self._socket.closed:
             self._look_soon()
 

@@ -218,6 +218,8 @@ def _check_result(result: StepResult) -> None:
     _check_range("prompt logprob id", result.prompt_logprob_ids, 0)
     _check_ranks("prompt_logprob_ranks", result.prompt_logprob_ranks, result.prompt_logprob_ids)
     _check_verified(result, num_tokens)
+    _check_columns("draft_ids", result.draft_ids, 1, len(num_tokens) // 4 * MAX_DRAFTS)
+    _check_range("draft id", result.draft_ids, 0)
 
 
 def _check_verified(result: StepResult, num_tokens: bytes) -> None:
@@ -271,9 +273,16 @@ def _check_masks(masks: MaskBatch) -> None:
     _check_columns("slots", masks.slots, 1, MAX_ROWS)
     _check_range("slot", masks.slots, 0, MAX_SLOTS - 1)
     _check_unique("a slot has two masks in one step", masks.slots)
-    num_slots = len(masks.slots) // 4
-    if len(masks.bits) % (4 * max(num_slots, 1)) or bool(masks.bits) != bool(num_slots):
-        raise ProtocolError(f"{len(masks.bits)} bytes of masks for {num_slots} rows")
+    num_slots = total = len(masks.slots) // 4
+    if masks.num_masks:
+        _check_columns("num_masks", masks.num_masks, 1, MAX_ROWS)
+        _check_range("num_masks", masks.num_masks, 1, 1 + MAX_DRAFTS)
+        counts = unpack_int32(masks.num_masks)
+        if len(counts) != num_slots:
+            raise ProtocolError(f"num_masks: {len(counts)} came for {num_slots} rows")
+        total = sum(counts)
+    if len(masks.bits) % (4 * max(total, 1)) or bool(masks.bits) != bool(total):
+        raise ProtocolError(f"{len(masks.bits)} bytes of masks for {total} places of {num_slots} rows")
 
 
 def _check_columns(name: str, data: bytes, num_columns: int, max_rows: int) -> None:

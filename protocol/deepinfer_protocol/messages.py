@@ -35,7 +35,7 @@ from deepinfer_protocol.limits import (
     MAX_TEXT_CHARACTERS,
 )
 
-WIRE_REVISION: Final = 4
+WIRE_REVISION: Final = 5
 """Raised by every change of a message. Both ends come from one installation: any difference is refused."""
 
 Count = Annotated[int, Meta(ge=0, le=INT32_MAX)]
@@ -235,7 +235,7 @@ class StepPlan(Message, frozen=True, tag=3):
 
 
 class MaskBatch(Message, frozen=True, tag=4):
-    """Masks for the rows of a step that wait for one."""
+    """Masks for the rows of a step that wait for one: of each row's newest place, then of those behind its drafts."""
 
     epoch: Int64
     step_id: Int64
@@ -243,7 +243,10 @@ class MaskBatch(Message, frozen=True, tag=4):
     slots: bytes
     """int32 LE: which rows, by slot."""
     bits: bytes
-    """One bit a token, least significant first, ceil(vocab / 32) little-endian words a slot; 1 is allowed."""
+    """One bit a token, least significant first, ceil(vocab / 32) little-endian words a mask; 1 is allowed."""
+    num_masks: bytes = b""
+    """int32 LE, how many masks each slot has, one after another in `bits`; nothing: one each. A row takes at most as
+    many tokens as it has masks, each as the mask of its place allows."""
 
 
 class StepResult(Message, frozen=True, tag=5):
@@ -284,6 +287,9 @@ class StepResult(Message, frozen=True, tag=5):
     """float32 LE, by place in the block: such probabilities of the drafts verified in this step, summed over rows."""
     draft_us: Count = 0
     """Of `device_us`: making drafts."""
+    draft_ids: bytes = b""
+    """int32 LE: the drafts that the step made for each row that waited for a mask, `num_drafts` a row: what their masks
+    will be made of."""
 
 
 AnyMessage = Hello | Ready | Progress | Fault | Shutdown | StepPlan | MaskBatch | StepResult

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import signal
 import subprocess
 import threading
 import time
@@ -41,6 +42,8 @@ class Told(NamedTuple):
     deltas: list[Delta]
     end: list[str]
     num_reconnects: int
+    deadline_ms: int | None
+    """The server goes away."""
 
     def tokens(self, sample: int = 0) -> list[int]:
         """In order; each must be where it says that it is."""
@@ -55,7 +58,7 @@ class Told(NamedTuple):
 def read(output: str) -> Told:
     deltas: list[Delta] = []
     end: list[str] = []
-    num_reconnects = 0
+    num_reconnects, deadline_ms = 0, None
     for line in output.splitlines():
         word, *rest = line.split()
         if word == "delta":
@@ -64,9 +67,11 @@ def read(output: str) -> Told:
             deltas.append(Delta(int(sample), int(index), token_ids, reason))
         elif word == "reconnects":
             num_reconnects = int(rest[0])
+        elif word == "deadline":
+            deadline_ms = None if rest[0] == "-" else int(rest[0])
         else:
             end = [word, *rest]
-    return Told(deltas, end, num_reconnects)
+    return Told(deltas, end, num_reconnects, deadline_ms)
 
 
 def probe(programs: Programs, url: str, max_tokens: int, *options: str) -> Told:
@@ -209,6 +214,26 @@ def test_a_server_that_is_started_anew_has_lost_the_stream(programs: Programs, h
     assert [key for key, _ in groupby(told.tokens())]  # those that came are in order
 
 
+def test_a_server_that_goes_away_says_by_when(programs: Programs, home: Path) -> None:
+    server = start_server(home, "--drain-s", "20")
+    try:
+        command = [*programs.probe, server.url, PROMPT, "1500"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            first = [process.stdout.readline() for _ in range(50)]
+            server.process.send_signal(signal.SIGTERM)
+            rest, _ = process.communicate(timeout=TIMEOUT_S)
+        told = read("".join(first) + rest)
+        assert len(told.tokens()) == 1500 and told.end[:2] == ["finish", "length"]
+        assert told.deadline_ms is not None and 5_000 < told.deadline_ms < 20_000
+    finally:
+        stop_server(server.process)
+
+
+def test_a_server_that_stays_says_no_deadline(programs: Programs, server: Server) -> None:
+    assert probe(programs, server.url, 5).deadline_ms is None
+
+
 def test_only_a_client_with_keys_is_heard(programs: Programs, home: Path, tmp_path: Path) -> None:
     _, server_secret = write_keys(tmp_path / "server", "server")
     public, secret = write_keys(tmp_path / "allowed", "client")
@@ -225,6 +250,15 @@ def test_only_a_client_with_keys_is_heard(programs: Programs, home: Path, tmp_pa
         assert probe(programs, server.url, 20, "timeout_ms=500").end == ["error", "lost", "-"]
     finally:
         stop_server(server.process)
+
+
+@pytest.mark.parametrize("missing", ["server_key", "public_key", "secret_key"])
+def test_some_of_the_keys_are_refused(programs: Programs, server: Server, missing: str) -> None:
+    """Above all a client's own without the server's, which would make a connection in plain text."""
+    names = [name for name in ("server_key", "public_key", "secret_key") if name != missing]
+    told = probe(programs, server.url, 20, *[f"{name}={'k' * 40}" for name in names])
+    assert told.deltas == [] and told.end[:2] == ["error", "0"]
+    assert re.sub(r"(?=[A-Z])", "_", told.end[2]).lower() == missing
 
 
 def test_a_wrong_token_is_rejected(programs: Programs, home: Path) -> None:

@@ -10,9 +10,11 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import uvicorn
+from opentelemetry.trace import TracerProvider
 
 from deepinfer import Engine
 from deepinfer.http import HttpConfig, http_app
+from deepinfer.http.connection import uvicorn_settings
 
 
 class _Uvicorn(uvicorn.Server):
@@ -69,7 +71,7 @@ def post_head(path: str, num_bytes: int, **headers: str) -> str:
 
 
 def _head(method: str, path: str, headers: dict[str, str]) -> str:
-    lines = [f"{method} {path} HTTP/1.1", "host: test", "connection: close"]
+    lines = [f"{method} {path} HTTP/1.1", "host: 127.0.0.1", "connection: close"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     return "\r\n".join(lines) + "\r\n\r\n"
 
@@ -100,9 +102,12 @@ def _joined(rest: bytes) -> bytes:
 
 
 @asynccontextmanager
-async def serving(engine: Engine, *, send_buffer_bytes: int = 0, **settings: Any) -> AsyncIterator[Served]:
+async def serving(
+    engine: Engine, *, send_buffer_bytes: int = 0, tracer_provider: TracerProvider | None = None, **settings: Any
+) -> AsyncIterator[Served]:
     """`settings` are of `HttpConfig`; the buffer is the system's, of each connection."""
-    config = uvicorn.Config(http_app(engine, HttpConfig(**settings)), lifespan="off", log_config=None, ws="none")
+    limits = HttpConfig(**settings)
+    config = uvicorn.Config(http_app(engine, limits, tracer_provider=tracer_provider), **uvicorn_settings(limits))
     config.timeout_graceful_shutdown = 5
     server = _Uvicorn(config)
     with socket.socket() as listener:

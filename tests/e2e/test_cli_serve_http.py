@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import http.client
 import json
 import re
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from deepinfer import SamplingParams, connect
 from doubles.command import Running, run_command, running
@@ -103,7 +107,7 @@ def test_what_is_open_for_too_long_is_cut_off() -> None:
         (("--http", "8000"), "http: '8000': HOST:PORT is expected"),
         (("--http", "127.0.0.1:99999"), "http: '127.0.0.1:99999': HOST:PORT is expected"),
         (("--http", "127.0.0.1:x"), "HOST:PORT is expected"),
-        (("--served-name", "x"), "http: --served-name and --api-keys are for --http HOST:PORT"),
+        (("--served-name", "x"), "http: --served-name, --api-keys and --traces are for --http HOST:PORT"),
     ],
 )
 def test_an_address_that_cannot_be_is_refused_before_anything_is_loaded(options: tuple[str, ...], said: str) -> None:
@@ -141,6 +145,69 @@ def test_keys_come_from_a_file_and_are_looked_at(tmp_path: Path) -> None:
         connection.close()
         server.process.terminate()
         assert server.end() == 0 and "/v1/models" not in server.written
+
+
+@pytest.mark.parametrize("option", ["--api-keys", "--token-file"])
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"", "is empty"), (b" \n\t\n", "is empty"), (b"\xff" * 16, "text in UTF-8 is expected")],
+)
+def test_a_file_of_secrets_that_has_none_is_refused(option: str, content: bytes, said: str, tmp_path: Path) -> None:
+    secrets = tmp_path / "secrets"
+    secrets.write_bytes(content)
+    done = run_command("serve", "no-such-model", "--http", "127.0.0.1:0", option, str(secrets))
+    field = option.removeprefix("--").replace("-", "_")
+    assert done.returncode == 2 and f"{field}: " in done.stderr and said in done.stderr, done
+
+
+def test_a_token_that_cannot_be_sent_is_refused(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("x" * 257)
+    done = run_command("serve", "no-such-model", "--token-file", str(token))
+    assert done.returncode == 2 and "token: 257 characters, at most 256" in done.stderr, done
+
+
+class _Collector(BaseHTTPRequestHandler):
+    """Keeps what it is sent."""
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        server: Any = self.server
+        server.received.append(gzip.decompress(body) if self.headers.get("content-encoding") == "gzip" else body)
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+def test_spans_are_sent_to_a_collector_at_the_latest_at_the_end() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Collector) as collector:
+        received: list[bytes] = []
+        collector.received = received  # type: ignore[attr-defined]
+        thread = threading.Thread(target=collector.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            with serving("--traces", f"http://127.0.0.1:{collector.server_address[1]}/v1/traces") as (server, port):
+                connection, response = begin(port, 5)
+                assert rest_of(response)
+                connection.close()
+                server.process.terminate()
+                assert server.end() == 0, server.written
+        finally:
+            collector.shutdown()
+            thread.join()
+    request = ExportTraceServiceRequest.FromString(b"".join(received))
+    [resource] = request.resource_spans
+    names = [span.name for scope in resource.scope_spans for span in scope.spans]
+    assert names == ["text_completion fake"]
+    assert {item.key: item.value.string_value for item in resource.resource.attributes}["service.name"] == "deepinfer"
+
+
+def test_a_collector_that_is_none_is_refused() -> None:
+    done = run_command("serve", "fake", "--http", "127.0.0.1:0", "--traces", "localhost:4317")
+    assert done.returncode == 2 and "traces: 'localhost:4317': an http(s) URL is expected" in done.stderr
 
 
 def test_a_port_in_use_is_named() -> None:

@@ -11,7 +11,16 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from deepinfer import Engine, EngineClosed, EngineError, InvalidRequest, Overloaded, SamplingParams, WorkerLost
+from deepinfer import (
+    Engine,
+    EngineClosed,
+    EngineError,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    SamplingParams,
+    WorkerLost,
+)
 from doubles.reading import FAKE, greedy, tokens_of, wanted
 
 Settle = Callable[[Engine], Awaitable[None]]
@@ -151,6 +160,24 @@ async def test_a_failed_action_ends_its_own_request_only(monkeypatch: pytest.Mon
             with pytest.raises(InvalidRequest, match="request_id"):
                 await engine.abort(never)  # type: ignore[arg-type]
         assert len([*first.token_ids, *await tokens_of(good)]) == 40
+
+
+async def test_a_panic_of_the_encoder_ends_its_own_request_only(
+    word_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Panic(BaseException):
+        """As a library in Rust raises it."""
+
+    def panic(*_: object, **options: object) -> list[int]:
+        raise Panic("index out of bounds")
+
+    async with Engine("fake", tokenizer=word_model, **FAKE) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._text, "encode", panic)
+            with pytest.raises(InternalError, match="Panic: index out of bounds") as caught:
+                await engine.generate(LONG, greedy(1), timeout_s=5)
+        assert caught.value.code == "internal"
+        assert (await engine.generate(LONG, greedy(5))).token_ids == wanted(5, [96] * 300)
 
 
 async def test_text_that_cannot_be_made_ends_its_own_request_only(word_model: str) -> None:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import logging
 import os
 import signal
 import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from msgspec.structs import replace
+from starlette.responses import Response
 
 from deepinfer import ConfigError, Engine
-from deepinfer.http import HttpConfig
+from deepinfer.http import HttpConfig, app
 from doubles.serving import Served, post_head, read_head, serving
 
 KEY: Final = "sk-0123456789abcdef"
@@ -190,6 +194,28 @@ async def test_a_place_that_is_not_there_says_so_in_the_form_of_the_api(served: 
     assert reply.json()["type"] == "error"
 
 
+async def test_without_keys_another_name_for_this_machine_is_refused(engine: Engine) -> None:
+    def asked(host: str) -> str:
+        return f"GET /v1/models HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n"
+
+    ours, others = (
+        ("127.0.0.1", "localhost:80", "[::1]:8000", "LOCALHOST"),
+        ("rebound.example", "127.0.0.1.example:80", ""),
+    )
+    async with serving(engine, hosts=("proxy.example",)) as served:
+        for host in (*ours, "proxy.example:443"):
+            assert (await served.send(asked(host))).status == 200, host
+        for host in others:
+            reply = await served.send(asked(host))
+            assert (reply.status, reply.json()["error"]["code"]) == (421, "unknown_host"), host
+        assert (await served.send("GET /v1/models HTTP/1.0\r\n\r\n")).status == 200, "no browser"
+    async with serving(engine, api_keys=(KEY,)) as served:
+        request = asked("rebound.example").replace("connection", f"x-api-key: {KEY}\r\nconnection")
+        assert (await served.send(request)).status == 200
+    async with serving(engine, hosts=("*",)) as served:
+        assert (await served.send(asked("rebound.example"))).status == 200
+
+
 # ---- keys
 
 
@@ -208,6 +234,24 @@ async def test_every_place_asks_for_a_key(engine: Engine) -> None:
                 assert (reply.status, reply.json()["error"]["code"]) == (401, "invalid_api_key"), (path, headers)
             for headers in right:
                 assert (await served.post(path, ASKED, **headers)).status != 401, (path, headers)
+
+
+@pytest.mark.parametrize("given", ["", KEY[:-1], "x" + KEY[1:], KEY, KEY + "2", "é" * 99])
+async def test_every_key_is_compared_in_constant_time(
+    given: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[tuple[int, int]] = []
+
+    def compare(first: bytes, second: bytes) -> bool:
+        compared.append((len(first), len(second)))
+        return compare_digest(first, second)
+
+    compare_digest = hmac.compare_digest
+    async with serving(engine, api_keys=(KEY, KEY + "2", KEY + "3")) as served:
+        monkeypatch.setattr(hmac, "compare_digest", compare)
+        reply = await served.get("/v1/models", x_api_key=given)
+    assert compared == [(32, 32)] * 3, "digests of one length, all of them, whichever it is"
+    assert (reply.status == 200) == (given in (KEY, KEY + "2"))
 
 
 async def test_health_asks_for_no_key_and_the_rest_does(engine: Engine) -> None:
@@ -272,13 +316,16 @@ async def test_a_stream_without_events_is_kept_alive(no_tasks_left: None, word_m
 
 
 async def test_of_ten_times_more_than_fit_the_rest_is_told_when_to_come_back(engine: Engine, served: Served) -> None:
-    posts = [served.post("/v1/completions", {**ASKED, "max_tokens": 300, "ignore_eos": True}) for _ in range(160)]
-    replies = await asyncio.gather(*posts)
+    asked = {**ASKED, "max_tokens": 300, "ignore_eos": True, "seed": 7}
+    alone = (await served.post("/v1/completions", asked)).json()["choices"]
+    replies = await asyncio.gather(*[served.post("/v1/completions", asked) for _ in range(160)])
     counts = {status: sum(reply.status == status for reply in replies) for status in (200, 429)}
     assert counts[200] >= 8 and counts[200] + counts[429] == 160 and counts[429] > 0
     for reply in replies:
         if reply.status == 429:
             assert int(reply.headers["retry-after"]) >= 1 and reply.json()["error"]["code"] == "overloaded"
+        else:
+            assert reply.json()["choices"] == alone
     assert (await served.post("/v1/completions", ASKED)).status == 200
 
 
@@ -342,11 +389,23 @@ async def test_the_log_has_no_word_of_what_was_said(served: Served, caplog: pyte
     await served.post("/v1/completions", {**ASKED, "prompt": "w5 w6 w7"})
     await served.post("/v1/completions", {**ASKED, "prompt": "w5 w6 w7", "temperature": 999})
     await served.get("/a%0ab%1b[31m" + "x" * 1000)
+    await served.post("/v1/completions?prompt=w5", ASKED)
+    await served.post("/v1/chat/completions", {"model": "fake", "messages": [{"role": "user", "content": "w5"}]})
+    await served.post("/v1/responses", {"model": "fake", "input": "w5", "text": {"format": {"type": "w5"}}})
     lines = [record.getMessage() for record in caplog.records if record.name == "deepinfer.http.access"]
     assert "POST /v1/completions 200" in lines[0] and "prompt=3 completion=8" in lines[0]
     assert "400" in lines[1] and "404" in lines[2] and "\n" not in lines[2] and len(lines[2]) < 300
     said = "\n".join(record.getMessage() for record in caplog.records)
     assert "w5" not in said and "\x1b" not in said
+
+
+async def test_more_logprobs_of_a_prompt_than_are_written_are_refused(engine: Engine, served: Served) -> None:
+    asked = {**ASKED, "prompt": [1] * 7000, "echo": True, "logprobs": 20}
+    for is_stream in (False, True):
+        reply = await served.post("/v1/completions", {**asked, "stream": is_stream})
+        assert (reply.status, reply.json()["error"]["param"]) == (400, "echo")
+    reply = await served.post("/v1/completions", {**asked, "logprobs": 1})
+    assert len(reply.json()["choices"][0]["logprobs"]["tokens"]) == 7008
 
 
 async def test_tokens_of_text_and_back(engine: Engine, served: Served) -> None:
@@ -362,6 +421,32 @@ async def test_tokens_of_text_and_back(engine: Engine, served: Served) -> None:
         assert (await served.post("/detokenize", {"tokens": ids})).json()["error"]["param"].startswith("tokens")
     for asked in ({}, {"prompt": "w5", "messages": []}):
         assert (await served.post("/tokenize", asked)).json()["error"]["param"] == "prompt"
+
+
+async def test_more_tokens_than_a_completion_may_have_are_not_listed(
+    engine: Engine, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "MAX_IDS", 3)
+    monkeypatch.setattr(engine, "_limits", replace(engine.limits, max_model_len=2))
+    assert (await served.post("/tokenize", {"prompt": "w5 w5 w5"})).json()["count"] == 3
+    reply = await served.post("/tokenize", {"prompt": "w5 w5 w5 w5"})
+    error = reply.json()["error"]
+    assert (reply.status, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
+
+
+async def test_answers_about_tokens_are_written_where_their_bodies_are_read(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+
+    def json_response(content: Any, status: int = 200) -> Response:
+        written.append(threading.current_thread().name)
+        return Response(json.dumps(content), status)
+
+    monkeypatch.setattr(app, "_json", json_response)
+    await served.post("/tokenize", {"prompt": "w5 " * 1000})
+    await served.post("/detokenize", {"tokens": [5] * 1000})
+    assert [name.rpartition("_")[0] for name in written] == ["deepinfer-http"] * 2
 
 
 async def test_an_engine_on_a_thread_of_its_own_is_served_like_any_other(no_tasks_left: None) -> None:

@@ -453,6 +453,39 @@ def test_completion_logprobs(client: openai.OpenAI) -> None:
     assert found.logprobs.text_offset[1] == len(found.logprobs.tokens[0])
 
 
+def test_completion_echo_has_the_prompts_logprobs(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"prompt": "The sea is deep and", "logprobs": 2, "max_tokens": 4}
+    found = complete(client, echo=True, **asked).choices[0]
+    known, plain = found.logprobs, complete(client, **asked).choices[0].logprobs
+    assert "".join(known.tokens) == found.text and found.text.startswith(asked["prompt"])
+    assert [found.text[at:].startswith(token) for at, token in zip(known.text_offset, known.tokens, strict=True)]
+    num_prompt = len(known.tokens) - 4
+    assert num_prompt > 3 and known.tokens[num_prompt:] == plain.tokens
+    assert known.token_logprobs[0] is None and known.top_logprobs[0] is None
+    assert known.token_logprobs[num_prompt:] == pytest.approx(plain.token_logprobs, abs=1e-4)
+    ids = client.post("/../tokenize", cast_to=object, body={"prompt": asked["prompt"]})
+    assert isinstance(ids, dict) and ids["count"] == num_prompt
+    for place in range(1, num_prompt):  # each as if it had been drawn
+        bias = {str(ids["tokens"][place]): 100}
+        drawn = complete(client, **asked | {"prompt": ids["tokens"][:place], "max_tokens": 1}, logit_bias=bias)
+        assert known.token_logprobs[place] == pytest.approx(drawn.choices[0].logprobs.token_logprobs[0], abs=1e-3)
+
+
+def test_completion_echo_streamed_is_whole(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"echo": True, "logprobs": 1, "n": 2, "seed": 1}
+    found = complete(client, **asked).choices
+    for choice in found:
+        parts = [
+            part
+            for chunk in complete(client, stream=True, **asked)
+            for part in chunk.choices
+            if part.index == choice.index
+        ]
+        assert "".join(part.text for part in parts) == choice.text
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            assert [one for part in parts for one in getattr(part.logprobs, name)] == getattr(choice.logprobs, name)
+
+
 # ---- Responses
 
 

@@ -102,16 +102,18 @@ async def answers(batch: list[tuple[dict[str, Any], int]], **settings: Any) -> t
 
 @pytest.mark.timeout(240)
 async def test_outputs_validate_and_are_the_same_alone_in_company_and_after_giving_way(no_tasks_left: None) -> None:
-    batch = [(asked, 1) for asked in ASKED] + [({"json_schema": PERSON}, 2)]
+    batch = [(asked, 1) for asked in ASKED] + [({"json_schema": PERSON}, 2), ({"regex": REGEX, "temperature": 0.0}, 3)]
     together, _ = await answers(batch)
     for (asked, _), completion in zip(batch, together, strict=False):
         assert completion.finish_reason == "stop", (asked, completion.text)
         check(asked, completion.text)
     tokens = [completion.token_ids for completion in together]
-    assert tokens[0] != tokens[-1]
-    alone, _ = await answers(batch[:1], num_drafts=0)
+    assert tokens[0] != tokens[4]
+    drafts = [completion.drafts for completion in together[: len(batch)]]
+    assert all(one.num_verified for one in drafts) and sum(one.num_accepted for one in drafts) > 10
+    alone, _ = await answers(batch[:1])
     assert alone[0].token_ids == tokens[0]
-    others, _ = await answers(batch, overlap=False)
+    others, _ = await answers(batch, overlap=False, num_drafts=0)
     assert [completion.token_ids for completion in others] == tokens
     others, num_preempted = await answers(batch, **SCARCE)
     assert [completion.token_ids for completion in others] == tokens and num_preempted > 0

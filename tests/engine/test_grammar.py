@@ -6,12 +6,15 @@ import json
 import re
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 from typing import Any, Final
 
 import pytest
 
-from deepinfer import SamplingParams
+from deepinfer import SamplingParams, grammar_compiler
 from deepinfer.admission import ModelLimits, admit, check_params
 from deepinfer.deep_thread import deep_thread
 from deepinfer.errors import GrammarError, InvalidRequest
@@ -36,7 +39,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def compiler(tokenizer: str) -> GrammarCompiler:
-    return GrammarCompiler(tokenizer, VOCAB_SIZE, [EOS])
+    return GrammarCompiler(lambda: tokenizer, VOCAB_SIZE, [EOS])
 
 
 # ---- what is asked
@@ -68,8 +71,14 @@ def test_nothing_asked_is_no_grammar() -> None:
 )
 def test_what_can_be_no_grammar_is_refused_by_its_field(fields: dict[str, Any], field: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
-        check_params(SamplingParams(**fields), LIMITS)
+        grammar_source(SamplingParams(**fields))
     assert caught.value.field == field
+
+
+def test_what_is_asked_becomes_text_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large schema takes its time, and the loop waits for it."""
+    monkeypatch.setattr("deepinfer.grammar.as_json", lambda *_: pytest.fail("written"))
+    assert check_params(SamplingParams(json_schema={"type": "object"}), LIMITS).n == 1
 
 
 def nested(levels: int) -> dict[str, Any]:
@@ -145,7 +154,7 @@ sys.modules["llguidance"] = None
 from deepinfer.grammar import GrammarSource
 from deepinfer.grammar_compiler import GrammarCompiler
 try:
-    GrammarCompiler("{}", 259, [256]).compile(GrammarSource("regex", "a"))
+    GrammarCompiler(lambda: "{}", 259, [256]).compile(GrammarSource("regex", "a"))
 except ValueError as error:
     print(error)
 """
@@ -158,11 +167,49 @@ def test_models_that_cannot_have_grammars_say_so(tokenizer: str) -> None:
     plain = {"version": "1.0", "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"}, "added_tokens": []}
     for compiler, told in (
         (GrammarCompiler(None, VOCAB_SIZE, [EOS]), "this engine has no tokenizer"),
-        (GrammarCompiler(tokenizer, VOCAB_SIZE, []), "no end-of-sequence token"),
-        (GrammarCompiler(json.dumps(plain), VOCAB_SIZE, [EOS]), "tokenizer is none that grammars can use"),
+        (GrammarCompiler(lambda: tokenizer, VOCAB_SIZE, []), "no end-of-sequence token"),
+        (GrammarCompiler(lambda: json.dumps(plain), VOCAB_SIZE, [EOS]), "tokenizer is none that grammars can use"),
     ):
         with pytest.raises(GrammarError, match=told):
             compiler.compile(asked(regex="a"))
+
+
+def test_nothing_is_read_before_the_first_grammar_and_once_for_all(tokenizer: str) -> None:
+    reads: list[None] = []
+
+    def read() -> str:
+        reads.append(None)
+        return tokenizer
+
+    compiler = GrammarCompiler(read, VOCAB_SIZE, [EOS])
+    assert not reads
+    for _ in range(2):
+        compiler.prepare()
+        compiler.compile(asked(regex=f"a{len(reads)}"))
+    assert len(reads) == 1
+
+
+def test_threads_made_at_once_leave_the_process_its_stack_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = threading.stack_size()
+    is_second_there, is_first_done = threading.Event(), threading.Event()
+
+    class Slow(ThreadPoolExecutor):
+        """The first thread starts while the second is made, and the other way round."""
+
+        def submit(self, *_: Any, **__: Any) -> Any:
+            if threading.current_thread() is second:
+                is_second_there.set()
+                is_first_done.wait(10)
+            else:
+                second.start()
+                is_second_there.wait(0.2)
+
+    second = threading.Thread(target=deep_thread, args=("second",))
+    monkeypatch.setattr("deepinfer.deep_thread.ThreadPoolExecutor", Slow)
+    deep_thread("first")
+    is_first_done.set()
+    second.join()
+    assert threading.stack_size(before) == before
 
 
 # ---- what is kept
@@ -170,7 +217,7 @@ def test_models_that_cannot_have_grammars_say_so(tokenizer: str) -> None:
 
 def test_equal_grammars_are_compiled_once_and_the_oldest_go_first(tokenizer: str) -> None:
     each = GRAMMAR_BYTES + BYTES_PER_CHARACTER * 2
-    compiler = GrammarCompiler(tokenizer, VOCAB_SIZE, [EOS], max_cache_bytes=3 * each)
+    compiler = GrammarCompiler(lambda: tokenizer, VOCAB_SIZE, [EOS], max_cache_bytes=3 * each)
     first = compiler.compile(asked(regex="a0"))
     for index in (1, 2):
         compiler.compile(asked(regex=f"a{index}"))
@@ -186,7 +233,7 @@ def test_equal_grammars_are_compiled_once_and_the_oldest_go_first(tokenizer: str
 
 
 def test_one_that_is_larger_than_the_cache_is_not_kept(tokenizer: str) -> None:
-    compiler = GrammarCompiler(tokenizer, VOCAB_SIZE, [EOS], max_cache_bytes=1000)
+    compiler = GrammarCompiler(lambda: tokenizer, VOCAB_SIZE, [EOS], max_cache_bytes=1000)
     assert compiler.compile(asked(regex="a")).matcher is not None
     assert compiler.num_cached_bytes == 0
 
@@ -308,3 +355,86 @@ def test_a_limit_that_is_met_on_the_way_is_an_error(compiler: GrammarCompiler) -
 def test_a_token_that_was_not_allowed_is_an_error(compiler: GrammarCompiler) -> None:
     with pytest.raises(GrammarError, match="the output left it"):
         matcher(compiler, regex="ab").next_mask(ids("b"))
+
+
+# ---- where drafts would lead
+
+LIST: Final = {"type": "array", "items": {"enum": ["a", "bc", 1, None]}, "maxItems": 4}
+
+
+@pytest.mark.parametrize(
+    ("fields", "opening_id"),
+    [
+        ({"json_schema": LIST}, None),
+        ({"regex": "a(b|cd?)*e{0,3}"}, None),
+        ({"regex": "[a-d]{2,9}", "bad_words": [ids("ab"), ids("cc")], "min_tokens": 4}, None),
+        ({"choice": ["abc", "abd", "b"]}, None),
+        ({"regex": "[ab]{0,6}"}, ANSWER),
+    ],
+)
+def test_masks_behind_drafts_are_those_that_come_when_they_are_taken(
+    compiler: GrammarCompiler, fields: dict[str, Any], opening_id: int | None
+) -> None:
+    """Drafts good and bad, of which any number is taken."""
+    num_places = num_refused = 0
+    for seed in range(60):
+        random = Random(seed)
+        ahead, plain = matcher(compiler, opening_id, **fields), matcher(compiler, opening_id, **fields)
+        taken: list[int] = []
+        for _ in range(12):
+            scout = matcher(compiler, opening_id, **fields)
+            drafts, behind = [], scout.next_mask(ahead._output + taken)
+            for _ in range(random.randrange(6)):
+                known = sorted(allowed(behind) - {EOS} if random.random() < 0.9 else set(range(VOCAB_SIZE)))
+                if not known:
+                    break
+                opens = opening_id is not None and random.random() < 0.2
+                drafts.append(ANSWER if opens else random.choice(known))
+                if drafts[-1] not in allowed(behind):
+                    break
+                behind = scout.next_mask(drafts[-1:])
+            masks = ahead.next_masks(taken, drafts)
+            assert masks[0] == plain.next_mask(taken)
+            assert 1 <= len(masks) <= 1 + len(drafts)
+            places = list(zip(masks, drafts, strict=False))
+            assert all(draft in allowed(mask) for mask, draft in places[: len(masks) - 1])
+            assert len(masks) == 1 + len(drafts) or drafts[len(masks) - 1] not in allowed(masks[-1]) - {EOS}
+            num_places += len(masks) - 1
+            num_refused += len(masks) <= len(drafts)
+            num_taken = random.randrange(len(masks))
+            follows = sorted(allowed(masks[num_taken]) - {EOS})
+            if not follows:
+                break
+            taken = [*drafts[:num_taken], random.choice(follows)]
+            for index, mask in enumerate(masks[1 : 1 + num_taken], 1):
+                check = matcher(compiler, opening_id, **fields)
+                assert check.next_mask(ahead._output + drafts[:index]) == mask
+    assert num_places > 100 and num_refused > 10
+
+
+def test_a_draft_that_goes_beyond_a_limit_ends_the_masks_and_harms_nothing(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: str
+) -> None:
+    monkeypatch.setitem(grammar_compiler.LIMITS, "step_max_items", 60)
+    rules = [f'r{index}: r{index + 1} "z"? | "y" r{index + 1}' for index in range(99)]
+    grammar = "\n".join(['start: "q" "abc" | "ax" r0', *rules, 'r99: "c" | "d" r0'])
+    found = matcher(GrammarCompiler(lambda: tokenizer, VOCAB_SIZE, [EOS]), grammar=grammar)
+    assert len(found.next_masks([], ids("axy"))) == 2
+    assert len(found.next_masks(ids("q"), ids("abx"))) == 3
+    assert allowed(found.next_mask(ids("ab"))) == set(ids("c"))
+    taken = matcher(GrammarCompiler(lambda: tokenizer, VOCAB_SIZE, [EOS]), grammar=grammar)
+    assert len(taken.next_masks([], ids("axy"))) == 2
+    assert len(taken.next_masks(ids("a"), ids("xy"))) == 1
+    with pytest.raises(GrammarError, match="Too many items"):
+        taken.next_masks(ids("x"))
+
+
+def test_an_end_and_what_leaves_nothing_end_the_masks(compiler: GrammarCompiler) -> None:
+    found = matcher(compiler, regex="ab?")
+    assert len(found.next_masks([], [*ids("a"), EOS, *ids("b")])) == 2
+    assert allowed(found.next_mask(ids("a"))) == {*ids("b"), EOS}
+    banned = matcher(compiler, regex="a|bc", banned_token_ids=ids("c"))
+    assert len(banned.next_masks([], ids("bc"))) == 1
+    assert allowed(banned.next_mask(ids("a"))) == {EOS}
+    with pytest.raises(GrammarError, match="taken out by min_tokens"):
+        matcher(compiler, regex="a|bc", banned_token_ids=ids("c")).next_masks(ids("b"))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -15,18 +13,16 @@ import pytest
 from deepinfer.admission import ModelLimits
 from deepinfer.deepseek_chat import DeepseekFormat
 from deepinfer.errors import ContextLengthExceeded, InvalidRequest
+from deepinfer.grammar import MAX_GRAMMAR_BYTES
 from deepinfer.http.codec import CHAT, MESSAGES, RESPONSES, Api, Codec
 from deepinfer.http.exchange import ConversationExchange, Usage
 from deepinfer.http.fault import HttpFault
 from deepinfer.http.fields import check_values
 from deepinfer.stream import TokenChunk
 from doubles.deepseek import v4_tokenizer, write_v41_tokenizer
+from doubles.recipe_record import CASES, NAMES, SHORTENED, body_of, check_options, limit_of
 
-RECORD: Final = Path(__file__).resolve().parents[1] / "data" / "deepseek_prompts.json"
-CASES: Final[dict[str, dict[str, Any]]] = {case["name"]: case for case in json.loads(RECORD.read_text())["cases"]}
 APIS: Final = {"chat": CHAT, "messages": MESSAGES, "responses": RESPONSES}
-NAMES: Final = ("DeepSeek-V4.1-Flash", "DeepSeek-V4-Pro")
-SHORTENED: Final = {"context_overflow_4k": "word " * 5000, "oversize_prompt_2MB": None}
 OURS: Final = {
     "developer_role": "OpenAI's name of the role system",
     "n2": "the engine has samples",
@@ -85,13 +81,6 @@ def codec(formats: dict[str, DeepseekFormat]) -> Codec:
     return codec_of(formats["v4.1"])
 
 
-def body_of(case: dict[str, Any]) -> bytes:
-    request = case["request"]
-    if text := SHORTENED.get(case["name"]):
-        request = {**request, "messages": [{"role": "user", "content": text}]}
-    return json.dumps(request).encode()
-
-
 def ask(codec: Codec, api: Api = CHAT, **fields: Any) -> Any:
     return codec.ask(api, json.dumps({**HELLO, **fields}).encode())
 
@@ -115,17 +104,7 @@ def test_a_body_becomes_the_prompt_and_the_options_on_record(name: str, formats:
     ids = codec.encode(request)
     assert ids == case["token_ids"]
     assert codec.max_tokens(request, len(ids)) == case["max_tokens_resolved"]
-    for field, value in case["inference_options"].items():
-        found = getattr(request.inference_options, field)
-        if isinstance(value, float):
-            assert math.isclose(found, value, rel_tol=1e-6), field
-        elif field == "output_constraint":
-            assert (found is None) == (value is None) and (value is None or found.kind == value["kind"])
-        else:
-            assert found == value, field
-    for field, value in case["parsing_options"].items():
-        found = getattr(request.parsing_options, field)
-        assert (str(found) if field == "thinking_initial_stage" else found) == value, field
+    check_options(request, case)
 
 
 @pytest.mark.parametrize("name", FAULTY)
@@ -133,9 +112,7 @@ def test_a_body_that_is_refused_on_record_is_refused_here_in_the_same_words(
     name: str, formats: dict[str, DeepseekFormat]
 ) -> None:
     case = CASES[name]
-    codec = codec_of(
-        formats[case.get("model_version", "v4.1")], 4096 if name.startswith("context_overflow") else 1 << 20
-    )
+    codec = codec_of(formats[case.get("model_version", "v4.1")], limit_of(case))
     with pytest.raises((HttpFault, InvalidRequest)) as caught:
         codec.ask(APIS[case["protocol"]], body_of(case))
     if isinstance(caught.value, ContextLengthExceeded):
@@ -200,7 +177,7 @@ def test_sampling_is_as_the_recipe_has_it_and_the_rest_as_it_came(codec: Codec) 
 @pytest.mark.parametrize(
     ("api", "fields", "field"),
     [
-        (CHAT, {"tools": [TOOL], "response_format": FORM}, "response_format"),
+        (CHAT, {"tools": [TOOL], "response_format": {"type": "regex", "regex": "a+"}}, "response_format"),
         (CHAT, {"tools": [PATTERNED_TOOL]}, "tools"),
         (CHAT, {"messages": [*HELLO["messages"], BEGUN], "response_format": FORM}, "response_format"),
         (CHAT, {"functions": [{"name": "f"}]}, "functions"),
@@ -208,8 +185,6 @@ def test_sampling_is_as_the_recipe_has_it_and_the_rest_as_it_came(codec: Codec) 
         (CHAT, {"audio": {"voice": "x"}}, "audio"),
         (RESPONSES, {"previous_response_id": "resp_1"}, "previous_response_id"),
         (RESPONSES, {"background": True}, "background"),
-        (RESPONSES, {"tools": [CITY | {"type": "function"}], "text": {"format": NAMED_FORM}}, "text.format"),
-        (MESSAGES, {"tools": [CLAUDES_TOOL], "output_config": {"format": PLAIN_FORM}}, "output_config.format"),
         (MESSAGES, {"container": "x"}, "container"),
     ],
 )
@@ -234,17 +209,44 @@ def test_what_would_change_an_answer_and_is_not_served_is_refused(
 def test_a_schema_is_enforced_as_it_came(api: Api, fields: dict[str, Any], codec: Codec) -> None:
     body = {"model": NAMES[0], "input": "Hello"} if api is RESPONSES else {**HELLO, "max_tokens": 4}
     asked = codec.ask(api, json.dumps({**body, **fields}).encode())
-    assert asked.params.json_schema == TRIP, "strict ones have lost their definitions elsewhere"
+    assert json.loads(str(asked.params.json_schema)) == TRIP, "strict ones have lost their definitions elsewhere"
     told: dict[str, Any] = {} if api is MESSAGES else {"response_format": FORM}
     assert asked.prompt == ask(codec, **told).prompt, "of Messages the recipe does not tell the model"
 
 
+@pytest.mark.parametrize(
+    ("api", "fields", "field"),
+    [
+        (CHAT, {"tools": [TOOL], "response_format": FORM}, "response_format"),
+        (RESPONSES, {"tools": [CITY | {"type": "function"}], "text": {"format": NAMED_FORM}}, "text.format"),
+        (MESSAGES, {"tools": [CLAUDES_TOOL], "output_config": {"format": PLAIN_FORM}}, "output_config.format"),
+    ],
+)
+def test_beside_tools_a_form_is_part_of_their_grammar(
+    api: Api, fields: dict[str, Any], field: str, codec: Codec
+) -> None:
+    body = {"model": NAMES[0], "input": "Hello"} if api is RESPONSES else {**HELLO, "max_tokens": 4}
+    asked = codec.ask(api, json.dumps({**body, **fields}).encode())
+    assert asked.params.json_schema is None and '"maxLength": 9' in str(asked.params.grammar)
+    assert asked.names == {"grammar": field}
+
+
 def test_any_object_and_a_pattern_are_enforced(codec: Codec) -> None:
     told = {"role": "user", "content": "Answer in json."}
-    assert ask(codec, messages=[told], response_format={"type": "json_object"}).params.json_schema == {"type": "object"}
+    whole = ask(codec, messages=[told], response_format={"type": "json_object"})
+    assert whole.params.json_schema == '{"type":"object"}'
     assert ask(codec, response_format={"type": "regex", "regex": "a+"}).params.regex == "a+"
     assert ask(codec, response_format={"type": "text"}).params == ask(codec).params
-    assert ask(codec, tools=[TOOL], tool_choice="none", response_format=FORM).params.json_schema == TRIP
+    formed = ask(codec, tools=[TOOL], tool_choice="none", response_format=FORM)
+    assert json.loads(str(formed.params.json_schema)) == TRIP
+
+
+def test_a_schema_that_is_too_large_is_refused_where_bodies_are_read(codec: Codec) -> None:
+    schema = {"type": "object", "description": "x" * MAX_GRAMMAR_BYTES}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    with pytest.raises(HttpFault, match=f"response_format: .* bytes, at most {MAX_GRAMMAR_BYTES}") as caught:
+        ask(codec, response_format=form)
+    assert (caught.value.status, caught.value.code, caught.value.field) == (400, "grammar", "response_format")
 
 
 @pytest.mark.parametrize(

@@ -5,16 +5,27 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any, Final
 
 import pytest
 from msgspec.structs import replace
 
-from deepinfer.errors import GrammarError
-from deepinfer.masks import FilledMasks, MaskJob, fill_masks
+from deepinfer.errors import GrammarError, InternalError
+from deepinfer.masks import FilledMasks, MaskJob, MaskRow, fill_masks
+from deepinfer.matcher import is_allowed
 from deepinfer.request import Request
 from deepinfer.stream import Mailbox
-from deepinfer_protocol import AnyMessage, LogitShaping, RowFlag, SlotSampling, StepPlan, split_columns, unpack_int32
+from deepinfer_protocol import (
+    AnyMessage,
+    LogitShaping,
+    MaskBatch,
+    RowFlag,
+    SlotSampling,
+    StepPlan,
+    split_columns,
+    unpack_int32,
+)
 from doubles.oracle import next_token
 from engine.test_simulation import AXES, VOCAB_SIZE, Case, Simulation
 
@@ -35,13 +46,22 @@ class Thirds:
 
     def __init__(self, dead_end: int = -1) -> None:
         self.output: list[int] = []
+        self.num_masks = 0
         self._dead_end = dead_end
 
-    def next_mask(self, tokens: Sequence[int]) -> bytes:
+    def next_masks(self, tokens: Sequence[int], drafts: Sequence[int]) -> list[bytes]:
+        """Now and then fewer than there could be."""
         self.output += tokens
-        if len(self.output) == self._dead_end:
+        if len(self.output) >= self._dead_end >= 0:
             raise GrammarError("regex", "a dead end")
-        return mask_after(self.output)
+        masks = [mask_after(self.output)]
+        for index, draft in enumerate(drafts, 1):
+            behind = [*self.output, *drafts[:index]]
+            if not is_allowed(masks[-1], draft) or len(behind) == self._dead_end or sum(behind) % 7 == 0:
+                break
+            masks.append(mask_after(behind))
+        self.num_masks += len(masks)
+        return masks
 
 
 def masked_completion(request: Request, index: int) -> tuple[list[int], str]:
@@ -105,24 +125,42 @@ def run_case(case: Case, seed: int) -> MaskedSimulation:
 @pytest.mark.parametrize("longest_draft", [0, 3])
 @pytest.mark.parametrize("part", range(4))
 def test_every_schedule_gives_the_tokens_that_the_masks_allow(part: int, longest_draft: int) -> None:
-    num_preempted = num_masked = 0
+    num_preempted = num_masked = num_verified = num_accepted = num_places = 0
     for index, case in enumerate(AXES[part::7]):
         simulation = run_case(case._replace(longest_draft=longest_draft), seed=index)
         for request in simulation.requests:
             assert simulation.outputs(request) == simulation.wanted(request), f"{case=} {index=} {request.request_id=}"
-            num_masked += request.samples[0].matcher is not None
+            if request.samples[0].matcher is not None:
+                num_masked += 1
+                num_verified += request.drafts.num_verified
+                num_accepted += request.drafts.num_accepted
         num_preempted += simulation.scheduler.stats().num_preempted
-        check_plans(simulation)
+        num_places += check_masks(simulation)
     assert num_preempted > 10 and num_masked > 50
+    if longest_draft:
+        assert num_verified > 2 * num_accepted > 400 and num_places > num_accepted
+    else:
+        assert num_verified == num_places == 0
 
 
-def check_plans(simulation: MaskedSimulation) -> None:
-    """A row that waits verifies no drafts: its mask is of one place."""
-    for plan in simulation.plans:
-        if isinstance(plan, StepPlan) and plan.most_drafts:
-            flags = split_columns(plan.rows, 4)[3]
-            for flag, most in zip(flags, unpack_int32(plan.most_drafts), strict=True):
-                assert most == 0 or not flag & RowFlag.WAITS_FOR_MASK
+def check_masks(simulation: MaskedSimulation) -> int:
+    """A row has no more masks than places that it may verify. Returns how many masks are of places behind drafts."""
+    most_of: dict[tuple[int, int], dict[int, int]] = {}
+    num_places = 0
+    for message in simulation.plans:
+        if isinstance(message, StepPlan):
+            slots, _, _, flags = split_columns(message.rows, 4)
+            most = unpack_int32(message.most_drafts) if message.most_drafts else [0] * len(slots)
+            waiting = [bool(flag & RowFlag.WAITS_FOR_MASK) for flag in flags]
+            most_of[message.rank, message.step_id] = dict(compress(zip(slots, most, strict=True), waiting))
+        elif isinstance(message, MaskBatch):
+            slots = unpack_int32(message.slots)
+            counts = unpack_int32(message.num_masks) if message.num_masks else [1] * len(slots)
+            allowed = most_of[message.rank, message.step_id]
+            assert set(slots) == set(allowed)
+            assert all(1 <= count <= 1 + allowed[slot] for slot, count in zip(slots, counts, strict=True))
+            num_places += sum(counts) - len(counts)
+    return num_places
 
 
 @pytest.mark.parametrize("dead_end", [0, 1, 5])
@@ -147,11 +185,49 @@ def test_a_dead_end_is_that_request_s_alone(dead_end: int, overlap: bool) -> Non
     assert all(simulation.outputs(request) == simulation.wanted(request) for request in fine)
 
 
+class Panic(BaseException):
+    """As a library in Rust raises it."""
+
+
+def test_a_matcher_that_panics_fails_its_request_alone() -> None:
+    simulation = MaskedSimulation(Case(True, 64, True, 16, False, True, 1), seed=8)
+    broken, fine = simulation.request(dead_end=0), simulation.request()
+    matcher: Any = Thirds()
+
+    def panic(*_: Any) -> bytes:
+        raise Panic("index out of bounds")
+
+    matcher.next_masks = panic
+    broken.samples[0].matcher = matcher
+    for request in (broken, fine):
+        simulation.submit_at(0.0, request)
+    simulation.run()
+    assert isinstance(broken.user.error, InternalError) and broken.user.error.code == "internal"
+    assert simulation.outputs(fine) == simulation.wanted(fine)
+
+
+def test_a_batch_that_is_large_already_has_fewer_masks_behind_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = Request("r", array("i", [1, 2]), [SlotSampling()], max_length=9, stop_ids=frozenset())
+    drafts: list[int] = []
+    while len(drafts) < 3:  # those that the masks allow
+        behind = mask_after(drafts)
+        drafts.append(next(t for t in range(VOCAB_SIZE) if is_allowed(behind, t) and (sum(drafts) + t) % 7))
+    counts = []
+    for room in (100, 7, 4, 3, 1):
+        monkeypatch.setattr("deepinfer.masks.MAX_BATCH_BYTES", room * WIDTH + 1)
+        matchers: list[Any] = [Thirds() for _ in range(3)]
+        rows = [MaskRow(request.samples[0], matcher, 0, array("i"), array("i", drafts)) for matcher in matchers]
+        batch = fill_masks(MaskJob(0, 1, 0, rows)).batch
+        counts.append(list(unpack_int32(batch.num_masks)))
+        assert len(batch.bits) == WIDTH * (sum(counts[-1]) or 3)
+    assert counts == [[4, 4, 4], [4, 2, 1], [2, 1, 1], [], []]
+
+
 def test_a_matcher_that_breaks_fails_its_request_alone() -> None:
     simulation = MaskedSimulation(Case(True, 64, True, 16, False, True, 1), seed=8)
     broken, fine = simulation.request(dead_end=0), simulation.request()
     unusable: Any = Thirds()
-    unusable.next_mask = None
+    unusable.next_masks = None
     broken.samples[0].matcher = unusable
     for request in (broken, fine):
         simulation.submit_at(0.0, request)

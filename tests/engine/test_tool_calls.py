@@ -14,8 +14,10 @@ import pytest
 
 from deepinfer.admission import ModelLimits
 from deepinfer.deepseek_chat import DeepseekFormat, Family
-from deepinfer.grammar import GrammarSource
+from deepinfer.errors import GrammarError
+from deepinfer.grammar import MAX_GRAMMAR_BYTES, GrammarSource
 from deepinfer.grammar_compiler import GrammarCompiler
+from deepinfer.http import tool_calls
 from deepinfer.http.codec import CHAT, MESSAGES, RESPONSES, Api, Codec
 from deepinfer.http.exchange import ConversationExchange, Usage
 from deepinfer.http.fault import HttpFault
@@ -70,7 +72,7 @@ class Model:
         pipeline: Any = SimpleNamespace(chat=self.deepseek, max_token_characters=128)
         self.name = NAMES[family]
         self.codec = Codec(pipeline, limits, (self.name,))
-        self.compiler = GrammarCompiler(tokenizer.read_text(encoding="utf-8"), VOCAB_SIZE, [EOS])
+        self.compiler = GrammarCompiler(tokenizer.read_text, VOCAB_SIZE, [EOS])
         [self.mark] = self.deepseek.tokenizer.encode(MARK)
         texts = [
             *map(chr, range(32, 127)),
@@ -164,6 +166,60 @@ def test_strict_tools_may_be_left_alone_and_are_called_as_their_schemas_say(mode
     assert spoken > 5 and called > 5
 
 
+FORM: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}, "why": {"$ref": "#/$defs/why"}},
+    "required": ["ok", "why"],
+    "additionalProperties": False,
+    "$defs": {"why": {"enum": ["rain", None, 5]}},
+}
+
+
+@pytest.mark.parametrize("family", ["v4.1", "v4"])
+def test_an_answer_beside_tools_has_its_form_or_calls_them(family: Family, models: dict[Family, Model]) -> None:
+    model, rng = models[family], random.Random(5)
+    form = {"type": "json_schema", "json_schema": {"name": "f", "schema": FORM}}
+    asked = model.ask(tools=openai_tools(is_strict=False), response_format=form)
+    spoken, called = 0, 0
+    for turn in range(24):
+        tokens = model.says(asked.params.grammar, rng, f"\n\n<{MARK}" if turn % 3 == 0 else "{")
+        [choice] = model.answer(asked, tokens)["choices"]
+        calls = calls_of(choice)
+        called += len(calls)
+        if choice["finish_reason"] == "stop":
+            spoken += 1
+            jsonschema.validate(json.loads(choice["message"]["content"]), FORM, jsonschema.Draft202012Validator)
+        else:
+            assert calls and not choice["message"]["content"]
+    assert spoken > 5 and called > 5
+
+
+@pytest.mark.parametrize("begun", ["Well, ", "[", '\n\n<"'])
+def test_beside_tools_nothing_else_is_said(begun: str, models: dict[Family, Model]) -> None:
+    model = models["v4.1"]
+    told = {"role": "user", "content": "In json."}
+    asked = model.ask(messages=[told], tools=openai_tools(is_strict=False), response_format={"type": "json_object"})
+    with pytest.raises(GrammarError):
+        model.says(asked.params.grammar, random.Random(1), begun)
+
+
+def test_a_required_tool_leaves_no_other_form(models: dict[Family, Model]) -> None:
+    tools: dict[str, Any] = {"tools": openai_tools(is_strict=False), "tool_choice": "required"}
+    form = {"type": "json_schema", "json_schema": {"name": "f", "schema": FORM}}
+    ask = models["v4.1"].ask
+    assert ask(**tools, response_format=form).params.grammar == ask(**tools).params.grammar
+
+
+@pytest.mark.parametrize("schema", [{"not": {}}, {"type": "string", "x-guidance": {"lenient": True}}])
+def test_a_form_beside_tools_is_refused_where_it_is_refused_alone(schema: Any, models: dict[Family, Model]) -> None:
+    model = models["v4.1"]
+    form = {"type": "json_schema", "json_schema": {"name": "f", "schema": schema}}
+    with pytest.raises((GrammarError, HttpFault)):
+        asked = model.ask(tools=openai_tools(is_strict=False), response_format=form)
+        assert asked.names["grammar"] == "response_format"
+        model.compiler.compile(GrammarSource("grammar", asked.params.grammar))
+
+
 def test_a_named_tool_is_the_only_one(models: dict[Family, Model]) -> None:
     model = models["v4.1"]
     named = {"type": "function", "function": {"name": "now"}}
@@ -201,32 +257,39 @@ def test_tools_that_are_neither_strict_nor_required_are_free(models: dict[Family
         ({"type": "string", "minLength": 3, "maxLength": 2}, "no text has that length"),
         ({"oneOf": [{"type": "string"}]}, "n.p: oneOf without a type cannot be enforced"),
         ({"$ref": "#/$defs/none"}, "is no definition"),
-        ({"$ref": "#/$defs/loop"}, "refers too far"),
+        ({"$ref": "#/$defs/loop"}, "refers to nothing but itself"),
+        ({"anyOf": [{"$ref": f"#/$defs/far{at}"} for at in range(20)]}, "refers too far"),
         ({"type": "string", "enum": [3]}, "no value satisfies"),
         (False, "is none that a parameter can have"),
     ],
 )
 def test_a_parameter_that_cannot_be_enforced_is_named(schema: Any, words: str) -> None:
     loop = {"loop": {"$ref": "#/$defs/loop"}}
-    parameters = {"type": "object", "properties": {"p": schema}, "$defs": loop}
+    far = {f"far{at}": {"$ref": f"#/$defs/far{at + 1}"} for at in range(20)}
+    parameters = {"type": "object", "properties": {"p": schema}, "$defs": loop | far}
     with pytest.raises(CannotEnforce, match=words):
         calls_grammar([Tool("n", parameters, True)], is_required=True, family="v4.1", mark_id=5)
     assert calls_grammar([Tool("n", parameters, False)], is_required=True, family="v4.1", mark_id=5)
 
 
+SAME: Final = {"d": {"enum": ["x"] * 400}}
+
+
 def wide(levels: int) -> dict[str, Any]:
     """Few words for very many alternatives."""
     found: dict[str, Any] = {f"d{at}": {"anyOf": [{"$ref": f"#/$defs/d{at + 1}"}] * 99} for at in range(levels)}
-    return found | {f"d{levels}": {"type": "string"}}
+    return found | {f"d{levels}": {"enum": [0] * 400}}
 
 
 @pytest.mark.parametrize(
     ("parameters", "words"),
     [
-        ({"properties": {"p": {"$ref": "#/$defs/d0"}}, "$defs": wide(6)}, "more than 4096 alternatives"),
+        ({"properties": {"p": {"enum": [str(at) for at in range(4097)]}}}, "n.p: more than 4096 alternatives"),
+        ({"properties": {f"p{at}": {"$ref": "#/$defs/d"} for at in range(200)}, "$defs": SAME}, "too many to follow"),
+        ({"properties": {"p": {"type": "string", "description": "x" * 200_000}}}, "have more than 131072 bytes"),
         (
             {
-                "properties": {f"p{at}": {"type": "array", "items": {"$ref": "#/$defs/d"}} for at in range(5000)},
+                "properties": {f"p{at}": {"type": "array", "items": {"$ref": "#/$defs/d"}} for at in range(500)},
                 "$defs": {"d": {"type": "string", "enum": ["x" * 1000]}},
             },
             "too large",
@@ -250,6 +313,36 @@ def test_schemas_that_explode_or_are_none_are_refused_soon(parameters: Any, word
     with pytest.raises(CannotEnforce, match=words):
         calls_grammar([Tool("n", parameters, True)], is_required=False, family="v4.1", mark_id=5)
     assert time.perf_counter() - began < 1.0
+
+
+def test_what_is_referred_to_often_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[Any] = []
+
+    def is_of(value: Any, kinds: Any) -> bool:
+        looked_at.append(value)
+        return True
+
+    monkeypatch.setattr(tool_calls, "_is_of", is_of)
+    parameters = {"properties": {"p": {"$ref": "#/$defs/d0"}}, "$defs": wide(6)}
+    found = calls_grammar([Tool("n", parameters, True)], is_required=True, family="v4.1", mark_id=5)
+    assert len(looked_at) == 400
+    assert found.count("%json") == 1
+
+
+def test_no_more_is_written_than_a_grammar_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+
+    def dumps(value: Any) -> str:
+        written.append(len(text := json.dumps(value)))
+        return text
+
+    monkeypatch.setattr(tool_calls, "json", SimpleNamespace(dumps=dumps))
+    parts = [{"type": "object", "minProperties": at, "properties": {"x": {"$ref": "#/$defs/d"}}} for at in range(200)]
+    definitions = {"d": {"type": "string", "description": "x" * 50_000}}
+    parameters = {"properties": {"p": {"anyOf": parts}}, "$defs": definitions}
+    with pytest.raises(CannotEnforce, match=r"n\.p: .* too large"):
+        calls_grammar([Tool("n", parameters, True)], is_required=True, family="v4.1", mark_id=5)
+    assert sum(written) < 2 * MAX_GRAMMAR_BYTES
 
 
 def test_a_refusal_is_the_request_s(models: dict[Family, Model]) -> None:

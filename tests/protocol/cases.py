@@ -175,7 +175,11 @@ def valid() -> dict[str, Whole]:
         ),
         "masks": MASKS,
         "masks of nothing": MaskBatch(7, 3, 0, b"", b""),
+        "masks behind drafts": replace(MASKS, num_masks=columns([3, 1])),
         "masks at their limits": MaskBatch(INT64_MAX, INT64_MAX, 1023, columns([MAX_SLOTS - 1]), b"\xff" * 4),
+        "masks behind the longest draft": MaskBatch(
+            7, 3, 0, columns([2]), b"\xff" * 4 * (1 + MAX_DRAFTS), columns([1 + MAX_DRAFTS])
+        ),
         "result": RESULT,
         "result of an empty step": StepResult(7, 4, 1, 0, 0, 0, b"", b""),
         "result without a token": StepResult(7, 4, 0, 1, 2, 3, columns([2], [1], [2], [0]), b""),
@@ -195,6 +199,7 @@ def valid() -> dict[str, Whole]:
             prompt_logprob_ranks=columns([2, 1]),
         ),
         "result with drafts": VERIFIED,
+        "result with drafts of a row that waited": replace(VERIFIED, draft_ids=columns([9, 8, 7, 6, INT32_MAX])),
         "result of 256 rows": StepResult(
             7, 6, 0, 40, 5000, 0, columns(many, many, [17] * 256, [1] * 256), columns(many)
         ),
@@ -322,9 +327,13 @@ def spoiled() -> dict[str, Refused]:
         "row with unknown flags": Refused(PLAN, (8,), columns([2], [1], [1], [4]), "flags: 4 to 4 came"),
         "two rows for a slot": Refused(PLAN, (8,), columns([2, 2], [1, 1], [1, 1], [1, 1]), "a slot has two rows"),
         "field too many": Refused(PLAN, (9,), 0),
-        "masks that do not fit": Refused(MASKS, (5,), bytes(12), "12 bytes of masks for 2 rows"),
-        "masks without slots": Refused(MASKS, (4,), b"", "16 bytes of masks for 0 rows"),
-        "masks without bits": Refused(MASKS, (5,), b"", "0 bytes of masks for 2 rows"),
+        "masks that do not fit": Refused(MASKS, (5,), bytes(12), "12 bytes of masks for 2 places of 2 rows"),
+        "masks without slots": Refused(MASKS, (4,), b"", "16 bytes of masks for 0 places of 0 rows"),
+        "masks without bits": Refused(MASKS, (5,), b"", "0 bytes of masks for 2 places of 2 rows"),
+        "masks of one row too few": Refused(MASKS, (6,), columns([4]), "num_masks: 1 came for 2 rows"),
+        "masks of a row without any": Refused(MASKS, (6,), columns([2, 0]), "num_masks: 0 to 2 came"),
+        "masks behind more than a draft": Refused(MASKS, (6,), columns([MAX_DRAFTS + 2, 1]), "num_masks: 1 to 66 came"),
+        "masks fewer than told": Refused(MASKS, (6,), columns([4, 1]), "16 bytes of masks for 5 places of 2 rows"),
         "two masks for a slot": Refused(MASKS, (4,), columns([2, 2]), "a slot has two masks"),
         "result length zero": Refused(RESULT, (7,), columns(*two, [0, 18], [1, 1]), "length: 0 to 18 came"),
         "result with fewer tokens": Refused(RESULT, (8,), columns([99]), "rows announce 2 tokens, 1 came"),
@@ -336,6 +345,10 @@ def spoiled() -> dict[str, Refused]:
         "result prompt logprobs alone": Refused(RESULT, (13,), bytes(4), "prompt_logprob_ids and prompt_logprobs"),
         "result prompt logprobs without ranks": Refused(prompted, (14,), b"", "prompt_logprob_ranks: 0 ranks for 2"),
         "result prompt logprob id negative": Refused(prompted, (12,), columns([-1, 2]), "prompt logprob id: -1 to 2"),
+        "draft ids beyond a block": Refused(
+            VERIFIED, (19,), bytes(4 * (2 * MAX_DRAFTS + 1)), "draft_ids: more than 128 rows"
+        ),
+        "draft id negative": Refused(VERIFIED, (19,), columns([-1]), "draft id: -1 to -1 came"),
         "result time negative": Refused(RESULT, (5,), -1),
         "ready without slots": Refused(READY, (5,), 0),
         "ready without vocabulary": Refused(READY, (3,), 0),

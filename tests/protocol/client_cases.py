@@ -166,6 +166,9 @@ def from_client() -> dict[str, ClientMessage]:
         "submit resumable": Submit(id="r5", prompt="x", resumable=True, credit=16),
         "submit without credit": Submit(id="r5", prompt="x", credit=0),
         "submit with deadlines": Submit(id="r5", prompt="x", timeout_ms=60_000, queue_timeout_ms=5000, priority=-3),
+        "submit with a trace": Submit(
+            id="r5", prompt="x", traceparent="00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+        ),
         "submit at its limits": Submit(
             id="Z" * 64,
             prompt="x",
@@ -299,11 +302,15 @@ WRONG: Final[dict[str, dict[str, list[Any]]]] = {
         "reasoning_effort": [3, "e" * 257],
         "tools": ["tool", [1], {}],
         "tool_choice": [1, ["auto"], True],
-        "priority": [1_000_001, -1_000_001, 1.5, "high"],
+        "priority": [1_000_001, -1_000_001, 1.5, -3.0, "high"],
         "queue_timeout_ms": [-1, 2**31, 0.5],
         "timeout_ms": [-1, 2**31, "soon"],
         "resumable": [1, "true"],
         "credit": [-1, 2**31, 2**63 - 1, 1.5, "all"],
+        "traceparent": [
+            "", 0, f"00-{32 * 'A'}-{16 * 'a'}-01", f"00-{32 * 'a'}-{16 * 'a'}-01-", f"00-{32 * 'a'}-{16 * 'a'}-01\n",
+            f"00{35 * 'a'}-{16 * 'a'}-01", f"00-{32 * 'a'}-{16 * 'é'}-01", b"00",
+        ],
         "unknown": [1],
         "Prompt": ["in capitals"],
     },
@@ -331,19 +338,20 @@ WRONG: Final[dict[str, dict[str, list[Any]]]] = {
     "reject": {"code": [-1, "2", 2**31], "text": ["t" * 513, 5], "min_version": [0], "retryable": [1]},
     "delta": {
         "id": ["", "a b", 5],
-        "seq": [-1, 2**31, "3", 1.5],
-        "sample": [-1, 128, "0"],
+        "seq": [-1, 2**31, "3", 1.5, 3.0],
+        "sample": [-1, 128, "0", 0.0],
         "index": [-1, 2**31],
         "token_ids": ["text", [260, 7], b"abc", pack_int32([-5])],
         "text": [5, b"bytes", ["x"]],
         "logprobs": [[], {}, "x", [[260, -0.5, 1, []]]],
         "reason": ["tired", 5, ""],
-        "stop": [-1, 1.5, b"END", ["END"]],
+        "stop": [-1, 1.5, 5.0, b"END", ["END"]],
     },
     "delta with logprobs": {
         "logprobs": [
             [[5, -0.25, 1]], [[5, "x", 1, []]], [[-5, -0.25, 1, []]], [[5, -0.25, -1, []]], [[5, -0.25, 1, [[5]]]],
             [[5, -0.25, 1, [[5, -0.25]] * 21]], [{"token_id": 5}], [[5, -0.25, 1, []]] * 2,
+            [[5.0, -0.25, 1, []]], [[5, 0.0, 1.0, []]], [[5, 0.0, 1, [[5.0, 0.0]]]],
         ],
     },
     "finish": {
@@ -398,7 +406,8 @@ def sampling_wrong() -> Iterator[tuple[str, Raw]]:
     """Types are the decoder's to refuse; what suits the model is the engine's."""
     for place, sampling in enumerate(
         (
-            {"max_tokens": "8"}, {"max_tokens": 1.5}, {"temperature": "hot"}, {"temperature": True}, {"n": None},
+            {"max_tokens": "8"}, {"max_tokens": 1.5}, {"max_tokens": 8.0}, {"stop_token_ids": [2.0]},
+            {"temperature": "hot"}, {"temperature": True}, {"n": None},
             {"stop": 5}, {"stop": [5]}, {"stop_token_ids": ["x"]}, {"logit_bias": [5]}, {"logit_bias": {"5": "x"}},
             {"bad_words": [1.5]}, {"ignore_eos": 1}, {"seq_seed": "x"}, {"unknown": 1}, {"maxTokens": 5},
             {"stop": b"END"}, {"allowed_token_ids": pack_int32([1])},
@@ -533,6 +542,7 @@ def otherwise() -> Iterator[tuple[str, Raw]]:
         "limits of a later version",
         Raw("server", changed(WELCOME, limits=msgspec.structs.asdict(LIMITS) | {"later": 1}), "ok"),
     )
+    yield "submit with headers of 16 bits", Raw("client", encode(SUBMIT), "ok")
     yield "versions upside down", Raw("client", changed(HELLO, min_version=3, max_version=2))
 
 

@@ -103,17 +103,31 @@ def _rebuild(frame: bytes, rng: random.Random, change: Callable[[list[Any], int]
         branches = _branches(tree)
         if branches:
             branch = rng.choice(branches)
-            change(branch, rng.randrange(len(branch)))
+            if isinstance(branch, dict):
+                _rebuild_map(branch, rng, change)
+            else:
+                change(branch, rng.randrange(len(branch)))
         return msgspec.msgpack.encode(tree)
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError):
         return _flip_bits(frame, rng)
 
 
-def _branches(tree: Any) -> list[list[Any]]:
-    """The arrays in `tree` that have elements."""
-    if not isinstance(tree, list) or not tree:
+def _rebuild_map(branch: dict[Any, Any], rng: random.Random, change: Callable[[list[Any], int], None]) -> None:
+    """`change` made to the values, under the same keys; where their number or order changes, keys and values part."""
+    keys, values = list(branch), list(branch.values())
+    change(values, rng.randrange(len(values)))
+    if rng.random() < 0.1:
+        keys[rng.randrange(len(keys))] = rng.choice(("id", "kind", "seq", "token_ids", "sampling", "later", "", 7))
+    branch.clear()
+    branch.update(zip(keys, values, strict=False))
+
+
+def _branches(tree: Any) -> list[Any]:
+    """The arrays and maps in `tree` that have elements."""
+    if not isinstance(tree, list | dict) or not tree:
         return []
-    return [tree, *(branch for item in tree for branch in _branches(item))]
+    below = tree.values() if isinstance(tree, dict) else tree
+    return [tree, *(branch for item in below for branch in _branches(item))]
 
 
 MUTATIONS: Final = (

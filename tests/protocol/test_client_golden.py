@@ -7,9 +7,10 @@ from typing import Final, get_args
 
 import pytest
 
-from deepinfer_protocol.client import CLIENT_VERSION, ClientMessage, ServerMessage, encode
+from deepinfer_protocol.client import CLIENT_VERSION, ClientMessage, ServerMessage, codec
+from deepinfer_protocol.client.structure import read_kind
 from protocol.client_cases import raw
-from protocol.client_frames import Frame, decode, from_readable, golden_frames, read_golden, verdict_of
+from protocol.client_frames import Frame, decode, from_readable, golden_frames, read_golden, shortest, verdict_of
 
 VERSION, FRAMES = read_golden()
 ACCEPTED: Final = [frame for frame in FRAMES if frame.verdict == "ok"]
@@ -49,7 +50,20 @@ def test_a_frame_is_read_and_written_as_ever(frame: Frame) -> None:
     assert frame.value is not None
     assert message == from_readable(frame.value, frame.sender), ON_PURPOSE
     if frame.is_canonical:
-        assert encode(message) == frame.data, ON_PURPOSE
+        assert shortest(message) == frame.data, ON_PURPOSE
+
+
+def test_a_frame_is_walked_once_also_where_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    walked = list[bytes]()
+
+    def walk(data: bytes) -> str:
+        walked.append(data)
+        return read_kind(data)
+
+    monkeypatch.setattr(codec, "read_kind", walk)
+    for frame in FRAMES:
+        verdict_of(frame.sender, frame.data)
+    assert walked == [frame.data for frame in FRAMES]
 
 
 @pytest.mark.parametrize("frame", REFUSED, ids=by_name)

@@ -168,6 +168,7 @@ def results(draw: st.DrawFn) -> StepResult:
         survivals=bytes([draw(upto(255))]) * (num_drafts * sum(row[3] > 0 for row in rows)),
         predicted=pack_float32([draw(st.floats(0, 1e6, width=32))] * num_drafts),
         draft_us=draw(count),
+        draft_ids=pack_int32([draw(count)] * (num_drafts * draw(upto(len(rows))))),
     )
 
 
@@ -175,8 +176,9 @@ def results(draw: st.DrawFn) -> StepResult:
 def masks(draw: st.DrawFn) -> MaskBatch:
     slots = draw(st.lists(slot, unique=True, max_size=6))
     num_words = draw(upto(9, 1))
-    bits = draw(st.binary(min_size=4 * num_words, max_size=4 * num_words)) * len(slots)
-    return MaskBatch(draw(int64), draw(int64), draw(rank), pack_int32(slots), bits)
+    counts = [draw(upto(1 + MAX_DRAFTS, 1)) for _ in slots] if draw(st.booleans()) else []
+    bits = draw(st.binary(min_size=4 * num_words, max_size=4 * num_words)) * (sum(counts) or len(slots))
+    return MaskBatch(draw(int64), draw(int64), draw(rank), pack_int32(slots), bits, pack_int32(counts))
 
 
 @st.composite

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 import tracemalloc
-from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
@@ -20,76 +19,24 @@ from deepinfer_protocol import (
     SlotSampling,
     StepPlan,
     StepResult,
-    config_length,
     decode,
-    decode_config,
     encode,
-    encode_config,
     pack_int32,
 )
 from deepinfer_protocol.limits import MAX_MESSAGE_BYTES, MAX_ROWS
-from protocol.cases import CONFIG, FOREIGN
-from protocol.frames import read_golden
-from protocol.mutate import mutate
+from protocol.cases import FOREIGN
+from protocol.fuzz import SMALL_WORKER, worker_fate
 
-NUM_FRAMES: Final = 60_000
-NUM_CONFIGS: Final = 3_000
-MAX_CPU_US_PER_FRAME: Final = 1000
-"""A hundred times what a frame takes: a bound on work that has run away, not a measurement."""
 MAX_MEMORY_FACTOR: Final = 16
 """Most memory in use during a decode, in sizes of the frame: an array of small arrays costs an object for each."""
 MIB: Final = 1 << 20
-
-SEEDS: Final = [frame.data for frame in read_golden()[1] if not frame.name.startswith("config")]
-SMALL: Final = [data for data in SEEDS if len(data) < 1000]
-
-
-def fate(data: bytes) -> str:
-    """The kind of the message, or `refused`. A message that was taken in must be one that can be sent again."""
-    try:
-        message = decode(data)
-    except ProtocolError as error:
-        assert str(error)
-        return "refused"
-    assert decode(encode(message)) == message, data.hex()
-    return type(message).__name__
-
-
-def test_mutated_frames_give_a_message_or_a_protocol_error() -> None:
-    rng = random.Random(20)
-    mutants = [mutate(rng.choice(SEEDS if index % 20 == 0 else SMALL), rng) for index in range(NUM_FRAMES)]
-    fates: Counter[str] = Counter()
-    started_s = time.process_time()
-    for data in mutants:
-        try:
-            fates[fate(data)] += 1
-        except Exception as error:
-            pytest.fail(f"{error!r} from {data.hex()}")
-    spent_us = 1e6 * (time.process_time() - started_s)
-    assert spent_us < MAX_CPU_US_PER_FRAME * NUM_FRAMES
-    assert fates["refused"] > NUM_FRAMES / 4, fates
-    assert len(fates) == 9 and min(fates.values()) > 10, fates  # every kind was also met alive
 
 
 def test_random_bytes_are_refused() -> None:
     rng = random.Random(21)
     for _ in range(3000):
         data = rng.randbytes(rng.randint(0, 64))
-        assert fate(data) == "refused", data.hex()
-
-
-def test_mutated_configurations_give_one_or_a_protocol_error() -> None:
-    rng = random.Random(22)
-    body = encode_config(CONFIG)[4:]
-    for _ in range(NUM_CONFIGS):
-        data = mutate(body, rng)
-        try:
-            decode_config(data)
-            config_length(data[:4])
-        except ProtocolError:
-            pass
-        except Exception as error:
-            pytest.fail(f"{error!r} from {data.hex()}")
+        assert worker_fate(data) == "refused", data.hex()
 
 
 def many_admits(count: int) -> bytes:
@@ -182,7 +129,7 @@ def test_a_frame_beyond_the_limit_is_refused_unread() -> None:
 
 
 def test_a_memoryview_is_measured_in_bytes_and_read_like_bytes() -> None:
-    frame = SMALL[0]
+    frame = SMALL_WORKER[0]
     assert decode(memoryview(frame)) == decode(frame)
     with pytest.raises(ProtocolError, match="message of"):
         decode(memoryview(bytes(MAX_MESSAGE_BYTES + 4)).cast("i"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -26,9 +27,11 @@ from deepinfer import (
     SlowConsumer,
     connect,
 )
+from deepinfer.trace import Trace
 from deepinfer.wire.keys import ServerKeys, read_clients, read_pair, write_keys
 from deepinfer.wire.server import WireServer
 from deepinfer.wire.session import Settings
+from deepinfer.wire.socket import LoopSocket
 from doubles.byte_tokenizer import VOCAB_SIZE, save_byte_tokenizer
 from doubles.reading import PROMPT, greedy, tokens_of, wanted
 from wire.conftest import QUICK
@@ -164,6 +167,7 @@ async def test_many_streams_run_together(engine: Engine, client: Client) -> None
         {"prompt": None},
         {"priority": 2_000_000},
         {"timeout_s": -1.0},
+        {"traceparent": "00-1-2-01"},
         {"thinking": True},
     ],
 )
@@ -178,6 +182,21 @@ async def test_refusals_are_those_of_the_engine(engine: Engine, client: Client, 
         await client.generate(**request)  # type: ignore[arg-type]
     assert told(ours.value) == told(theirs.value)
     assert await tokens_of(client.stream(PROMPT, greedy(5))) == wanted(5)
+
+
+async def test_the_engines_trace_names_the_callers(no_tasks_left: None, tmp_path: Path) -> None:
+    ours = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    with Trace(tmp_path / "trace.json") as trace:
+        async with (
+            Engine("fake", fake_step_s=0.0, fake_vocab_size=97, block_size=4, observers=[trace]) as engine,
+            WireServer(engine) as server,
+            connect(server.url) as client,
+        ):
+            await client.generate(PROMPT, greedy(3), traceparent=ours)
+            await client.generate(PROMPT, greedy(3))
+    events = json.loads(trace.path.read_bytes())
+    begun = [event["args"] for event in events if event["name"] == "request" and event["ph"] == "b"]
+    assert [args.get("traceparent") for args in begun] == [ours, None]
 
 
 async def test_what_does_not_travel_is_refused(client: Client) -> None:
@@ -362,6 +381,16 @@ async def test_a_server_that_stays_away_is_given_up(no_tasks_left: None, runtime
         await connect(f"ipc://{runtime_home}/nobody.sock", timeout_s=0.2).open()
 
 
+async def test_a_server_out_of_reach_is_tried_every_50_ms(
+    no_tasks_left: None, runtime_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frames = list[object]()
+    monkeypatch.setattr(LoopSocket, "send", lambda socket, parts: frames.append(parts))
+    with pytest.raises(ConnectionLost, match="no answer"):
+        await connect(f"ipc://{runtime_home}/nobody.sock", timeout_s=1.6).open()
+    assert len(frames) <= 1.6 / 0.05 + 2
+
+
 # ---- who may
 
 
@@ -423,6 +452,17 @@ async def test_a_place_is_not_taken_from_another_server(engine: Engine, tmp_path
         with pytest.raises(ConfigError, match="another server"):
             await WireServer(engine, url).open()
         assert await tokens_of(client.stream(PROMPT, greedy(5))) == wanted(5)
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+async def test_what_is_no_socket_is_not_deleted_to_listen_there(engine: Engine, tmp_path: Path, is_link: bool) -> None:
+    notes, place = tmp_path / "notes.txt", tmp_path / ("link" if is_link else "notes.txt")
+    notes.write_text("mine")
+    if is_link:
+        place.symlink_to(notes)
+    with pytest.raises(ConfigError, match="no socket"):
+        await WireServer(engine, f"ipc://{place}").open()
+    assert place.read_text() == "mine" and place.is_symlink() == is_link
 
 
 # ---- drain

@@ -11,6 +11,7 @@ from deepinfer import (
     EngineClosed,
     EngineError,
     GrammarError,
+    InternalError,
     InvalidRequest,
     Overloaded,
     SlowConsumer,
@@ -32,6 +33,7 @@ from deepinfer_protocol.client import ErrorCode
         WorkerLost("rank 0 has died"),
         EngineClosed("the engine is closed"),
         EngineError("it has failed"),
+        InternalError("a request has failed"),
     ],
 )
 def test_an_error_arrives_as_itself(error: DeepInferError) -> None:

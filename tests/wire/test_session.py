@@ -53,6 +53,9 @@ class Server:
 
     def heard(self, connection: bytes) -> list[ServerMessage]:
         self.actions = self.session.take_actions()
+        while self.session.is_behind:
+            self.session.resend()
+            self.actions += self.session.take_actions()
         return [decode_server(action.frame) for action in self.actions if action[0] == connection and is_send(action)]
 
     def wanted(self, kind: type[M]) -> list[M]:
@@ -127,6 +130,18 @@ def test_credit_pauses_a_stream_and_only_grows(server: Server) -> None:
     assert deltas(server.feed(10)) == [2, 3, 4]
 
 
+def test_an_end_needs_no_credit(server: Server) -> None:
+    server.say(A, submit(credit=0))
+    assert server.wanted(Start) == [Start(0, submit(credit=0))] and server.wanted(Pull) == []
+    server.session.over(0, server.now)
+    server.session.over(0, server.now)
+    server.heard(A)
+    assert server.wanted(Pull) == [Pull(0)]
+    server.session.fail(0, InvalidRequest("top_p", "7"), server.now)
+    (error,) = server.heard(A)
+    assert isinstance(error, Error) and error.field == "top_p"
+
+
 def test_a_stream_without_credit_ends_as_a_slow_consumer(server: Server) -> None:
     server.say(A, submit(credit=1))
     server.feed(1)
@@ -154,6 +169,58 @@ def test_a_resume_sends_again_what_is_missing_and_goes_on(server: Server) -> Non
     again = server.say(B, Resume(id="r1", next=3, limit=100))
     assert deltas(again) == [3, 4, 5, 6] and again[:2] == first[3:]
     assert deltas(server.feed(2, to=B)) == [7, 8]
+
+
+def resumed(server: Server, num_streams: int, num_kept: int) -> None:
+    """B has asked for all that A missed."""
+    for number in range(num_streams):
+        server.say(A, submit(f"r{number}", resumable=True))
+        server.feed(1, number)
+    server.session.lose(A, server.now)
+    for number in range(num_streams):
+        server.feed(num_kept, number)
+    server.say(B, hello())
+    for number in range(num_streams):
+        server.session.receive(B, [encode(Resume(id=f"r{number}", next=1, limit=100))], "", server.now)
+
+
+def turn(server: Server) -> list[tuple[str, int]]:
+    """Ids and numbers of the deltas that are sent at once."""
+    server.session.resend()
+    sent = [decode_server(action.frame) for action in server.session.take_actions() if isinstance(action, Send)]
+    return [(message.id, message.seq) for message in sent if isinstance(message, Delta)]
+
+
+def test_many_resumes_take_turns_and_leave_turns_to_others(server: Server) -> None:
+    resumed(server, 50, 7)
+    turns = list[list[tuple[str, int]]]()
+    while server.session.is_behind:
+        turns.append(turn(server))
+    assert [len(sent) for sent in turns] == [64] * 5 + [50 * 7 - 5 * 64]
+    assert sorted({id for id, _ in turns[0]}) == sorted(f"r{number}" for number in range(50))
+    for number in range(50):
+        assert [seq for sent in turns for id, seq in sent if id == f"r{number}"] == list(range(1, 8))
+
+
+def test_what_is_new_comes_after_what_was_missed(server: Server) -> None:
+    resumed(server, 1, 5)
+    server.session.take_actions()
+    server.session.receive(B, [encode(Grant(id="r0", limit=100, ack=4))], "", server.now)
+    server.session.chunk(0, TokenChunk("!", (9,), 6, finish_reason="stop"), server.now)
+    server.session.end(0, 1, 0, 0, server.now)
+    assert [action for action in server.session.take_actions() if is_send(action)] == []
+    heard = server.heard(B)
+    assert deltas(heard) == [4, 5, 6] and isinstance(heard[-1], Finish) and len(heard) == 4
+
+
+def test_a_full_connection_holds_its_resumable_streams_back_and_nobody_else(server: Server) -> None:
+    server.say(A, submit("r0", resumable=True), submit("r1"))
+    server.say(B, hello("another-session-of-tests"), submit("r0", resumable=True))
+    server.session.hold(A)
+    assert (server.feed(3, 0), deltas(server.feed(1, 1))) == ([], [0])
+    assert deltas(server.feed(3, 2, to=B)) == [0, 1, 2]
+    server.session.release(A)
+    assert deltas(server.heard(A)) == [0, 1, 2] and deltas(server.feed(1, 0)) == [3]
 
 
 def test_a_lost_connection_ends_what_is_not_resumable_at_once_and_the_rest_in_time(server: Server) -> None:

@@ -33,6 +33,7 @@ from doubles import draws
 from doubles.deepseek_sequences import random_tokens
 from doubles.driver import Driver, Row
 from doubles.tiny_deepseek import tiny_v4, tiny_v41
+from doubles.waiting import no_waits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -103,10 +104,10 @@ def like_a_gpu() -> Iterator[None]:
         yield
 
 
-def load(folder: Path, max_len: int, block_size: int) -> Driver:
+def load(folder: Path, max_len: int, block_size: int, **more: object) -> Driver:
     return Driver(
         folder, num_threads=1, quantize_activations=False, quantize_cache=False,
-        num_drafts=-1, max_model_len=max_len, block_size=block_size,
+        num_drafts=-1, max_model_len=max_len, block_size=block_size, **more,
     )  # fmt: skip
 
 
@@ -190,3 +191,25 @@ def test_what_the_device_cannot_do_alone_the_host_lays_out(drivers: tuple[Driver
         for slot in range(2):
             driver.retire(slot)
         driver.step()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_gpu_that_lays_out_steps_is_not_waited_for_and_says_the_same(tmp_path: Path, family: str) -> None:
+    config, max_len, block_size = FAMILIES[family]
+    write_model(config(vocab_size=VOCAB), tmp_path)
+    said = []
+    for is_by_host in (True, False):
+        driver = load(tmp_path, max_len, block_size, accelerator="nvidia", dtype="float32")
+        for slot, (sampling, length) in enumerate(zip(PLAIN, LENGTHS, strict=True)):
+            driver.admit(slot, random_tokens(length, length, VOCAB), sampling)
+        driver.step(*(Row(slot, length) for slot, length in enumerate(LENGTHS)), num_drafts=LONGEST)
+        outputs = []
+        for budget in (7, 1, 12, 20, 24, 3, 9, 16, 5):
+            rows = [Row(slot, 1, most_drafts=LONGEST) for slot in range(len(PLAIN))]
+            with mock.patch.object(driver.runner, "_can_lay_out", return_value=False) if is_by_host else no_waits():
+                outputs.append(driver.step(*rows, verify_budget=budget, num_drafts=LONGEST))
+        said.append(outputs)
+        driver.close()
+    for found, wanted in zip(said[1], said[0], strict=True):
+        equals(found, wanted)

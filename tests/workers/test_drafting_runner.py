@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
@@ -204,25 +205,97 @@ def test_a_readmitted_sequence_has_no_drafts_and_goes_on(folder: Path, expected:
     assert found[:NUM_NEW] == expected[1][1]
 
 
-def test_a_row_that_waits_for_a_mask_verifies_nothing_and_drafts(folder: Path) -> None:
+WAITS: Final = int(RowFlag.SAMPLE | RowFlag.WAITS_FOR_MASK)
+
+
+def allowed_after(output: Sequence[int]) -> list[bool]:
+    """Two of three tokens, which ones hangs on all of `output`."""
+    return [(token + 31 * sum(output) + len(output)) % 3 > 0 for token in range(TINY.vocab)]
+
+
+def masks_of(places: dict[int, list[list[int]]]) -> MaskBatch:
+    """By slot, the outputs behind which it has masks."""
+    outputs = [output for some in places.values() for output in some]
+    width = 32 * -(-TINY.vocab // 32)
+    bits = b"".join(np.packbits(np.resize(allowed_after(o), width), bitorder="little").tobytes() for o in outputs)
+    counts = pack_int32([len(some) for some in places.values()])
+    return MaskBatch(1, 1, 0, pack_int32(list(places)), bits, counts)
+
+
+@pytest.fixture(scope="module")
+def masked(folder: Path) -> list[list[list[int]]]:
+    """As `expected`, every token behind its mask."""
+    driver, found = Driver(folder, num_threads=1), []
+    for sampling in SAMPLINGS:
+        for slot, prompt in enumerate(PROMPTS):
+            driver.admit(slot, prompt, sampling)
+        outputs: list[list[int]] = [[] for _ in PROMPTS]
+        for step in range(NUM_NEW):
+            rows = [Row(slot, 1 if step else len(prompt), WAITS) for slot, prompt in enumerate(PROMPTS)]
+            masks = masks_of({slot: [output] for slot, output in enumerate(outputs)})
+            for output, tokens in zip(outputs, tokens_of(driver.step(*rows, masks=masks)), strict=True):
+                output += tokens
+        for slot in range(len(PROMPTS)):
+            driver.retire(slot)
+        found.append(outputs)
+    return found
+
+
+@pytest.mark.parametrize("sampling", range(len(SAMPLINGS)))
+@pytest.mark.parametrize(("budget", "most_masks"), [(None, 1 + BLOCK), (7, 1 + BLOCK), (None, 3), (None, 1)])
+def test_masked_tokens_are_those_without_drafts_and_so_are_those_beside_them(
+    folder: Path,
+    expected: list[list[list[int]]],
+    masked: list[list[list[int]]],
+    sampling: int,
+    budget: int | None,
+    most_masks: int,
+) -> None:
+    """Slots 0 and 2 wait for masks, up to the first draft that theirs refuse; the others do not."""
+    driver, drafter = drafting_driver(folder, 0.2)
+    waiting = {0, 2}
+    scripts = [(masked if slot in waiting else expected)[sampling][slot] for slot in range(len(PROMPTS))]
+    for slot, prompt in enumerate(PROMPTS):
+        drafter.scripts[slot] = prompt + scripts[slot]
+        driver.admit(slot, prompt, SAMPLINGS[sampling])
+    flags = [WAITS if slot in waiting else int(RowFlag.SAMPLE) for slot in range(len(PROMPTS))]
+    found: list[list[int]] = [[] for _ in PROMPTS]
+    drafts: dict[int, list[int]] = {slot: [] for slot in sorted(waiting)}
+    num_steps = num_cut = 0
+    while min(map(len, found)) < NUM_NEW:
+        places: dict[int, list[list[int]]] = {}
+        for slot in sorted(waiting, reverse=True):
+            places[slot] = [found[slot]]
+            for index, draft in enumerate(drafts[slot][: most_masks - 1]):
+                if not allowed_after(places[slot][-1])[draft]:
+                    num_cut += 1
+                    break
+                places[slot].append(found[slot] + drafts[slot][: index + 1])
+        rows = [
+            Row(slot, 1, flags[slot], most_drafts=BLOCK) if num_steps else Row(slot, len(prompt), flags[slot])
+            for slot, prompt in enumerate(PROMPTS)
+        ]
+        output = driver.step(*rows, masks=masks_of(places), verify_budget=budget, num_drafts=BLOCK)
+        told = list(unpack_int32(output.draft_ids))
+        assert len(told) == BLOCK * len(waiting)
+        for slot in sorted(waiting):
+            drafts[slot], told = told[:BLOCK], told[BLOCK:]
+        for slot, tokens in enumerate(tokens_of(output)):
+            assert slot not in waiting or len(tokens) <= len(places[slot])
+            found[slot] += tokens
+        num_steps += 1
+    assert [tokens[:NUM_NEW] for tokens in found] == scripts
+    assert num_steps < NUM_NEW or most_masks == 1
+    assert num_cut or most_masks == 1
+
+
+def test_masks_behind_drafts_that_the_row_does_not_verify_are_not_looked_at(folder: Path) -> None:
     driver, _ = drafting_driver(folder)
-    for slot in range(2):
-        driver.admit(slot, PROMPTS[slot])
-    driver.step(*(Row(slot, len(PROMPTS[slot])) for slot in range(2)), num_drafts=BLOCK)
-    words = [0] * -(-TINY.vocab // 32)
-    words[77 // 32] |= 1 << 77 % 32
-    masks = MaskBatch(epoch=1, step_id=1, rank=0, slots=pack_int32([1]), bits=pack_int32(words))
-    waits = int(RowFlag.SAMPLE | RowFlag.WAITS_FOR_MASK)
-    rows = Row(1, 1, waits, most_drafts=BLOCK), Row(0, 1, most_drafts=BLOCK)
-    output = driver.step(*rows, masks=masks, num_drafts=BLOCK)
-    assert list(unpack_int32(output.num_verified)) == [0, BLOCK]
-    assert tokens_of(output)[0] == [77]
-    assert len(output.survivals) == 2 * BLOCK
-    plain = Driver(folder)
-    assert tokens_of(output)[1][0] == plain.generate(0, PROMPTS[0], 2)[1]
-    output = driver.step(Row(1, 1, most_drafts=BLOCK))
-    assert list(unpack_int32(output.num_verified)) == [BLOCK]
-    assert tokens_of(output)[0][0] == plain.generate(0, [*PROMPTS[1], plain.generate(0, PROMPTS[1], 1)[0], 77], 1)[0]
+    driver.admit(1, PROMPTS[1])
+    outputs = [[5] * num for num in range(4)]
+    output = driver.step(Row(1, len(PROMPTS[1]), WAITS), masks=masks_of({1: outputs}), num_drafts=2)
+    [token] = tokens_of(output)[0]
+    assert allowed_after([])[token] and len(output.draft_ids) == 8
 
 
 def test_steps_are_built_before_the_results_of_those_before_them(folder: Path) -> None:

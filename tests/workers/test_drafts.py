@@ -50,6 +50,8 @@ class Tables:
 
     block_size = 3
     hidden_flat = None
+    allowed: Tensor | None = None
+    """[V, V] bool: what a grammar lets follow each token."""
 
     def __init__(self, seed: int, vocab: int = VOCAB, block_size: int = 3, spread: float = 1.5) -> None:
         self.block_size = block_size
@@ -121,9 +123,11 @@ class Walk:
             drafted = self.state.tokens(slots, counts).to(torch.int32)
             self.tokens[slots[owners[is_draft]], places[is_draft]] = drafted
         before = self.tokens[slots[owners], places - 1].long()
-        verdict = self.state.judge(
-            self.tables.target[before], VerifyRows(slots, counts, torch.from_numpy(places), places + 1)
-        )
+        rows = VerifyRows(slots, counts, torch.from_numpy(places), places + 1)
+        allowed = None if self.tables.allowed is None else self.tables.allowed[before]
+        verdict = self.state.judge(self.tables.target[before], rows, allowed)
+        if allowed is not None:  # now and then there are fewer masks than drafts
+            verdict = verdict._replace(num_tokens=verdict.num_tokens.clamp(max=1 + int(self.anchors.sum()) % 4))
         self.tokens[slots[owners], places] = verdict.tokens.to(torch.int32)
         self.anchors[slots] += verdict.num_tokens.numpy()
         newest = torch.from_numpy(self.anchors[slots])
@@ -171,7 +175,9 @@ def sampled(
 
 def target_probabilities(tables: Tables, num_tokens: int, params: dict[str, Any], num_before: int = 0) -> Tensor:
     """Of every sequence of so many tokens behind the first `num_before`, by the definition of the parameters."""
-    table = torch.stack([_filtered(row, params) for row in tables.target.double()])
+    target = tables.target.double()
+    target = target if tables.allowed is None else target.masked_fill(~tables.allowed, -torch.inf)
+    table = torch.stack([_filtered(row, params) for row in target])
     found = table.matrix_power(num_before)[0] @ table  # of the first, [V]
     for _ in range(num_tokens - 1):
         found = (found.view(-1, len(table), 1) * table).flatten()
@@ -219,6 +225,20 @@ def test_tokens_are_distributed_as_the_target_says(rejects: bool, case: int, at_
     num_tokens = max(num_drafts + 2, WINDOW)  # the first step has no drafts
     walks = sampled(tables, lengths, num_tokens, num_drafts, at_once=at_once, rejects=rejects, **params)
     for num_before in {0, num_tokens - WINDOW}:
+        wanted = target_probabilities(tables, WINDOW, params, num_before)
+        assert deviation(walks[:, num_before : num_before + WINDOW], wanted) < FAIR
+
+
+@pytest.mark.parametrize("rejects", [True, False], ids=["reject", "match"])
+@pytest.mark.parametrize("lengths", [everything, half])
+def test_under_masks_they_are_distributed_as_the_masked_target_says(rejects: bool, lengths: Lengths) -> None:
+    """Drafts know nothing of masks: many are refused, and what follows a refusal is still the target's."""
+    tables = Tables(4, spread=0.5)
+    params: dict[str, Any] = {"temperature": 1.0}
+    tables.allowed = torch.rand(VOCAB, VOCAB, generator=torch.Generator().manual_seed(7)) < 0.6
+    assert tables.allowed.any(1).all() and not tables.allowed.all(1).any()
+    walks = sampled(tables, lengths, 6, rejects=rejects, **params)
+    for num_before in (0, 2):
         wanted = target_probabilities(tables, WINDOW, params, num_before)
         assert deviation(walks[:, num_before : num_before + WINDOW], wanted) < FAIR
 

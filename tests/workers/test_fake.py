@@ -313,6 +313,28 @@ def test_with_drafts_it_says_what_it_says_without_and_now_and_then_more_at_once(
     assert seen == set(range(1, num_drafts + 2))
 
 
+@pytest.mark.parametrize("num_masks", [1, 2, 4])
+def test_a_row_that_waits_tells_its_drafts_and_takes_no_more_tokens_than_it_has_masks(num_masks: int) -> None:
+    device, seen, everything = Device(0, 5), set(), (1 << VOCAB_SIZE) - 1
+    masks = MaskBatch(0, 1, 0, pack_int32([0]), everything.to_bytes(16, "little"))
+    output = device.step(
+        (0, 1, 6, WAITS), masks=masks, admits=[admit(0, PROMPT)], appends=blocks_for(0, 0, 64), num_drafts=5
+    )
+    tokens = tokens_of(output)
+    while len(tokens) < 30:
+        drafts = list(unpack_int32(output.draft_ids))
+        assert drafts == device.runner._slots[0].drafts and len(drafts) == 5
+        bits = b"".join((everything & ~(1 << place)).to_bytes(16, "little") for place in range(num_masks))
+        masks = MaskBatch(0, 1, 0, pack_int32([0]), bits, pack_int32([num_masks]))
+        output = device.step((0, 1, 1, WAITS), masks=masks, most_drafts=[5], verify_budget=5, num_drafts=5)
+        new = tokens_of(output)
+        assert all(token != place for place, token in enumerate(new))
+        assert new[:-1] == drafts[: len(new) - 1]
+        seen.add(len(new))
+        tokens += new
+    assert max(seen) == num_masks
+
+
 def test_rejected_rows_are_written_over() -> None:
     device = drafting(1, 5)
     kv, num_tokens = device.runner.kv, 1

@@ -168,8 +168,6 @@ def _most_drafts(plan: StepPlan, counts: Ints, flags: Ints, limits: Limits) -> I
     if num_real > limits.max_batch_positions:
         text = f"{num_real} positions with drafts in a step, at most {limits.max_batch_positions} are allowed"
         raise ProtocolError(text)
-    # A mask is of one place. Drafts of a row that waits for one are void after this step, as those of all rows.
-    most = np.where(flags & RowFlag.WAITS_FOR_MASK, 0, most)
     return most if most.any() and plan.verify_budget else None
 
 

@@ -214,26 +214,37 @@ class DraftState:
         sums = torch.zeros(self.longest, device=self._survivals.device)
         return sums.index_add_(0, places, self._survivals[at, places])
 
-    def judge(self, logits: Tensor, rows: VerifyRows) -> Verdict:
-        """Which drafts are accepted, and the tokens that are taken. `logits` [P, V]."""
+    def judge(self, logits: Tensor, rows: VerifyRows, allowed: Tensor | None = None) -> Verdict:
+        """Which drafts are accepted, and the tokens that are taken. `logits` [P, V].
+
+        `allowed` [P, V] bool masks tokens out: of the target, so that a draft that is none of them is never accepted.
+        """
         rejects = self._sampling.rejects(rows.slots) & (rows.counts > 0)
-        are_plain = rejects & self._sampling.are_plain(rows.slots)
+        are_plain = rejects & self._sampling.are_plain(rows.slots) & (allowed is None)
         layout = _Layout.of(rows.counts)
         verdict = Verdict(
             torch.ones(len(rows.slots), dtype=torch.int64, device=logits.device), torch.zeros_like(rows.places)
         )
         matching = np.flatnonzero(~rejects)
         if matching.size:
-            self._match(logits, rows, layout, matching, verdict)
+            self._match(logits, rows, layout, matching, allowed, verdict)
         if self._verify is not None and are_plain.any():
             some = np.flatnonzero(are_plain)
             self._take(rows, layout, some, *self._verify_plain(self._verify, logits, rows, layout, some), verdict)
             rejects &= ~are_plain
         for some in _pieces(np.flatnonzero(rejects), _ROWS_AT_ONCE):
-            self._take(rows, layout, some, *self._reject(logits, rows, layout, some), verdict)
+            self._take(rows, layout, some, *self._reject(logits, rows, layout, some, allowed), verdict)
         return verdict
 
-    def _match(self, logits: Tensor, rows: VerifyRows, layout: _Layout, some: Ints, verdict: Verdict) -> None:
+    def _match(
+        self,
+        logits: Tensor,
+        rows: VerifyRows,
+        layout: _Layout,
+        some: Ints,
+        allowed: Tensor | None,
+        verdict: Verdict,
+    ) -> None:
         """Of the rows `some` [R]: into `verdict`."""
         packed = layout.packed(some)
         is_every = len(packed) == len(layout.owners)
@@ -242,7 +253,7 @@ class DraftState:
             logits if is_every else logits.index_select(0, at),
             rows.slots[layout.owners[packed]],
             rows.places.index_select(0, at),
-            None,
+            allowed if allowed is None or is_every else allowed.index_select(0, at),
             rows.num_known[packed],
         )
         verdict.tokens.index_copy_(0, at, taken)
@@ -276,7 +287,9 @@ class DraftState:
             num_moments=PLACES,
         )
 
-    def _reject(self, logits: Tensor, rows: VerifyRows, layout: _Layout, some: Ints) -> tuple[Tensor, Tensor]:
+    def _reject(
+        self, logits: Tensor, rows: VerifyRows, layout: _Layout, some: Ints, allowed: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Of the rows `some` [R], by rejection sampling: how many drafts are accepted, and what follows, [R] each."""
         slots, counts, num_drafts = rows.slots[some], rows.counts[some], int(rows.counts[some].max())
         packed = layout.packed(some)
@@ -286,6 +299,7 @@ class DraftState:
             rows.slots[layout.owners[packed]],
             rows.places.index_select(0, at),
             rows.num_known[packed],
+            None if allowed is None else allowed.index_select(0, at),
         )
         own = to_device(_Layout.of(counts).padded(np.arange(len(some)), num_drafts + 1), logits.device)
         p, q = scores.softmax(-1)[own], self._drawn_from[slot_index, :num_drafts].double().softmax(-1)

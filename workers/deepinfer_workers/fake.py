@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from itertools import islice
 from math import inf
 from typing import Final, NamedTuple
 
@@ -251,6 +252,7 @@ class FakeRunner:
         tokens: list[int] = []
         logprob_ids: list[int] = []
         num_tokens: list[int] = []
+        draft_ids: list[int] = []
         survivals = bytearray()
         num_ranks = 0
         predicted: list[float] = []
@@ -262,9 +264,11 @@ class FakeRunner:
                 if state.length < len(state.tokens):
                     raise ProtocolError(f"slot {slot} is sampled at {state.length} of {len(state.tokens)} tokens")
                 _add(predicted, state.survivals[:num_drafts])
-                mask = masks[slot] if flags & RowFlag.WAITS_FOR_MASK else None
-                prefix_hash, new_tokens = self._verify(state, prefix_hash, mask, num_drafts)
+                is_waiting = flags & RowFlag.WAITS_FOR_MASK
+                allowed: list[int | None] = [*masks[slot]] if is_waiting else [None] * (1 + num_drafts)
+                prefix_hash, new_tokens = self._verify(state, prefix_hash, allowed, num_drafts)
                 self._draft(state, prefix_hash, batch.plan.num_drafts)
+                draft_ids += state.drafts if is_waiting else []
                 survivals += bytes([int(255 * survival) for survival in state.survivals])
                 tokens += new_tokens
                 logprob_ids += [token for token in new_tokens for _ in range(state.sampling.num_logprobs + 1)]
@@ -285,6 +289,7 @@ class FakeRunner:
             pack_int32(num_verified) if batch.plan.verify_budget else b"",
             bytes(survivals),
             pack_float32(predicted),
+            draft_ids=pack_int32(draft_ids),
         )
 
     def _share_out(self, plan: StepPlan) -> list[int]:
@@ -301,18 +306,20 @@ class FakeRunner:
                 num_verified[row] += 1
         return num_verified
 
-    def _verify(self, state: _Slot, prefix_hash: int, mask: int | None, num_drafts: int) -> tuple[int, list[int]]:
-        """The next token, and one more for each draft that is the token before it. Rows of all of them are written.
+    def _verify(
+        self, state: _Slot, prefix_hash: int, masks: list[int | None], num_drafts: int
+    ) -> tuple[int, list[int]]:
+        """The next token, and one more for each draft that is the token before it, as far as there are `masks` of them.
 
-        Returns the hash of the positions that hold, too.
+        Rows of all of them are written. Returns the hash of the positions that hold, too.
         """
         drafts = state.drafts[:num_drafts]
-        new_tokens = [self._sample(state, prefix_hash, mask)]
+        new_tokens = [self._sample(state, prefix_hash, masks[0])]
         state.tokens.append(new_tokens[0])
-        while drafts and drafts[0] == new_tokens[-1]:
+        while drafts and drafts[0] == new_tokens[-1] and len(new_tokens) < len(masks):
             del drafts[0]
             prefix_hash = self._advance(state, prefix_hash)
-            new_tokens.append(self._sample(state, prefix_hash, None))
+            new_tokens.append(self._sample(state, prefix_hash, masks[len(new_tokens)]))
             state.tokens.append(new_tokens[-1])
         if drafts:
             with self._tentatively(state):
@@ -439,11 +446,13 @@ def _passing_bans(state: _Slot) -> set[int]:
     return banned
 
 
-def _masks_by_slot(masks: MaskBatch) -> dict[int, int]:
-    """The mask of each slot as one integer, bit `t` for token `t`."""
+def _masks_by_slot(masks: MaskBatch) -> dict[int, list[int]]:
+    """The masks of each slot as integers, bit `t` for token `t`."""
     slots = unpack_int32(masks.slots)
-    width = len(masks.bits) // max(len(slots), 1)
+    counts = unpack_int32(masks.num_masks) if masks.num_masks else [1] * len(slots)
+    width = len(masks.bits) // max(sum(counts), 1)
+    parts = (masks.bits[start : start + width] for start in range(0, len(masks.bits), width or 1))
     return {
-        slot: int.from_bytes(masks.bits[index * width : (index + 1) * width], "little")
-        for index, slot in enumerate(slots)
+        slot: [int.from_bytes(part, "little") for part in islice(parts, count)]
+        for slot, count in zip(slots, counts, strict=True)
     }

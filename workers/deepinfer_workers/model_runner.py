@@ -79,6 +79,15 @@ class _DraftInputs(NamedTuple):
     """[D]: from the length before the step."""
 
 
+class _Masks(NamedTuple):
+    """Of the rows that waited for them."""
+
+    allowed: Tensor
+    """[P, V] bool: of every place; behind those that have a mask, the last again."""
+    counts: Tensor
+    """[R]: how many each row has."""
+
+
 class ModelRunner:
     """Loads the model that the configuration names and computes its steps."""
 
@@ -272,7 +281,9 @@ class ModelRunner:
             self._slots.tokens[slots, anchors].long(),
             batch.num_drafts,
         )
-        return Drafted(survivals, (perf_counter_ns() - started_ns) // 1000)
+        waiting = batch.slots[batch.sampled][batch.is_waiting]
+        ids = self._drafts.tokens(waiting, np.full_like(waiting, batch.num_drafts)) if waiting.size else None
+        return Drafted(survivals, (perf_counter_ns() - started_ns) // 1000, ids)
 
     def _change_slots(self, built: BuiltStep) -> None:
         self._sampling.retire(built.batch.retired)
@@ -355,37 +366,49 @@ class ModelRunner:
             torch.ones(len(rows.slots), dtype=torch.int64, device=logits.device), torch.zeros_like(rows.places)
         )
         for part, has_masks in ((np.flatnonzero(~is_waiting), False), (np.flatnonzero(is_waiting), True)):
+            if len(part) == len(rows.slots):
+                return self._judge_some(logits, rows, self._masks(rows, wait_for_masks()))
             if part.size:
-                allowed = self._masks(rows.slots[part], wait_for_masks()) if has_masks else None
                 packed = np.flatnonzero(np.isin(np.repeat(np.arange(len(rows.slots)), rows.counts + 1), part))
                 index, of_rows = to_device(packed, logits.device), to_device(part, logits.device)
                 some = VerifyRows(rows.slots[part], rows.counts[part], rows.places[index], rows.num_known[packed])
-                verdict.num_tokens[of_rows], verdict.tokens[index] = self._judge_some(logits[index], some, allowed)
+                masks = self._masks(some, wait_for_masks()) if has_masks else None
+                verdict.num_tokens[of_rows], verdict.tokens[index] = self._judge_some(logits[index], some, masks)
         return verdict
 
-    def _judge_some(self, logits: Tensor, rows: VerifyRows, allowed: Tensor | None) -> Verdict:
-        """Of rows with a mask in `allowed` [R, V], which verify nothing, or of rows without."""
-        if rows.counts.any():
-            assert self._drafts is not None
-            return self._drafts.judge(logits, rows)
-        tokens = self._sampling.sample(logits, rows.slots, rows.places, allowed, rows.num_known)
-        return Verdict(self._ones[: len(rows.slots)], tokens)
+    def _judge_some(self, logits: Tensor, rows: VerifyRows, masks: _Masks | None) -> Verdict:
+        """Of rows that all have masks, or none."""
+        allowed = None if masks is None else masks.allowed
+        if not rows.counts.any():
+            tokens = self._sampling.sample(logits, rows.slots, rows.places, allowed, rows.num_known)
+            return Verdict(self._ones[: len(rows.slots)], tokens)
+        assert self._drafts is not None
+        verdict = self._drafts.judge(logits, rows, allowed)
+        if masks is None:
+            return verdict
+        return verdict._replace(num_tokens=torch.minimum(verdict.num_tokens, masks.counts))
 
-    def _masks(self, slots: Ints, masks: MaskBatch) -> Tensor:
-        """Masks in the order of `slots`, [rows, V] bool."""
+    def _masks(self, rows: VerifyRows, masks: MaskBatch) -> _Masks:
+        """Masks in the order of `rows` and their places."""
         came = unpack_int32(masks.slots).tolist()
-        if sorted(came) != sorted(slots.tolist()):
-            raise ProtocolError(f"masks for the slots {sorted(slots.tolist())} were expected, {sorted(came)} came")
-        vocab_size = self._limits.vocab_size
-        num_bytes = len(came) * 4 * -(-vocab_size // 32)
+        if sorted(came) != sorted(rows.slots.tolist()):
+            raise ProtocolError(f"masks for the slots {sorted(rows.slots.tolist())} were expected, {sorted(came)} came")
+        counts = np.asarray(unpack_int32(masks.num_masks) if masks.num_masks else [1] * len(came), np.int64)
+        vocab_size, total = self._limits.vocab_size, int(counts.sum())
+        num_bytes = total * 4 * -(-vocab_size // 32)
         if len(masks.bits) != num_bytes:
             raise ProtocolError(f"{num_bytes} bytes of masks were expected, {len(masks.bits)} came")
-        allowed = unpack_masks(masks.bits, len(came), vocab_size, torch.device("cpu")).numpy()
+        allowed = unpack_masks(masks.bits, total, vocab_size, torch.device("cpu")).numpy()
         is_empty = ~allowed.any(-1)
         if is_empty.any():
-            raise ProtocolError(f"the mask of slot {came[int(is_empty.argmax())]} allows no token")
-        place_of = {slot: place for place, slot in enumerate(came)}
-        return to_device(allowed[[place_of[slot] for slot in slots.tolist()]], self._ops.device)
+            slot = np.repeat(came, counts)[int(is_empty.argmax())]
+            raise ProtocolError(f"a mask of slot {slot} allows no token")
+        order = np.argsort(came)[np.argsort(np.argsort(rows.slots))]  # where the masks of each row are
+        firsts, counts = (np.cumsum(counts) - counts)[order], counts[order]
+        owners = np.repeat(np.arange(len(came)), rows.counts + 1)
+        places = np.arange(len(owners)) - np.searchsorted(owners, owners)
+        index = firsts[owners] + np.minimum(places, counts[owners] - 1)
+        return _Masks(to_device(allowed[index], self._ops.device), to_device(counts, self._ops.device))
 
     def _load(self, report: Callable[[int, int], None]) -> Ready:
         config = self._config

@@ -37,6 +37,7 @@ class StepOutput(NamedTuple):
     survivals: bytes = b""
     predicted: bytes = b""
     draft_us: int = 0
+    draft_ids: bytes = b""
 
     @property
     def lengths(self) -> array[int]:

@@ -332,14 +332,16 @@ class SamplingState:
         rejects: npt.NDArray[np.bool_] = (self._features[slots] & Feature.REJECTS) != 0
         return rejects
 
-    def scores(self, logits: Tensor, slots: Ints, positions: Tensor, num_known: Ints) -> Tensor:
+    def scores(
+        self, logits: Tensor, slots: Ints, positions: Tensor, num_known: Ints, allowed: Tensor | None = None
+    ) -> Tensor:
         """[R, V] float64, of slots with a temperature: their softmax is what `sample` draws from. As `sample` has it.
 
         For `ROWS_AT_ONCE` rows, about: there are several temporaries of the result's size.
         """
         features = self._features[slots]
-        if (features & SHAPED).any():
-            logits = self._shape(logits, slots, features, positions, None, num_known)
+        if allowed is not None or (features & SHAPED).any():
+            logits = self._shape(logits, slots, features, positions, allowed, num_known)
         return self._warm_scores(logits, slots, features)
 
     def draft_logits(self, logits: Tensor, slots: Ints) -> Tensor:

@@ -30,6 +30,8 @@ class Drafted(NamedTuple):
     """[R, drafts] float32"""
     host_us: int
     """How long the host was at it."""
+    ids: Tensor | None = None
+    """[drafts of the rows that waited for masks]; `None`: no row did."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class StepResults:
             num_tokens[batch.sampled] = self.num_tokens.numpy()
             is_taken = self._is_taken(self.num_tokens.numpy())
             tokens, logprobs = tokens[is_taken], None if logprobs is None else logprobs.only(is_taken)
+        ids = None if self.drafted is None else self.drafted.ids
         columns = np.concatenate((batch.slots, batch.generations, self.lengths.numpy(), num_tokens))
         return StepOutput(
             columns.astype(_INT32).tobytes(),
@@ -93,6 +96,7 @@ class StepResults:
             *_columns(self.prompt_logprobs),
             *self._draft_columns(),
             draft_us=0 if self.drafted is None else self.drafted.host_us,
+            draft_ids=b"" if ids is None else ids.numpy().astype(_INT32).tobytes(),
         )
 
     def _told(self) -> StepResults:
@@ -135,7 +139,9 @@ class StepResults:
             if logprobs is not None:
                 tensors += [logprobs.ids, logprobs.values, logprobs.ranks]
         tensors += [tensor for tensor in (self.num_tokens, self.num_verified, self.predicted) if tensor is not None]
-        return tensors if self.drafted is None else [*tensors, self.drafted.survivals]
+        if self.drafted is not None:
+            tensors += [tensor for tensor in (self.drafted.survivals, self.drafted.ids) if tensor is not None]
+        return tensors
 
     def _after(self, download: Download) -> StepOutput:
         lengths, tokens, is_nan, *rest = download.wait()
@@ -150,7 +156,7 @@ class StepResults:
             num_tokens=None if self.num_tokens is None else next(parts),
             num_verified=None if self.num_verified is None else next(parts),
             predicted=None if self.predicted is None else next(parts),
-            drafted=None if self.drafted is None else self.drafted._replace(survivals=next(parts)),
+            drafted=None if self.drafted is None else _drafted_on_host(self.drafted, parts),
         ).to_output()
 
 
@@ -158,6 +164,10 @@ def _on_host(logprobs: Logprobs | None, parts: Iterator[Tensor]) -> Logprobs | N
     if logprobs is None:
         return None
     return replace(logprobs, ids=next(parts), values=next(parts), ranks=next(parts))
+
+
+def _drafted_on_host(drafted: Drafted, parts: Iterator[Tensor]) -> Drafted:
+    return drafted._replace(survivals=next(parts), ids=None if drafted.ids is None else next(parts))
 
 
 def _columns(logprobs: Logprobs | None) -> tuple[bytes, bytes, bytes]:

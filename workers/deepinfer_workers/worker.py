@@ -273,6 +273,7 @@ class _Device:
             survivals=output.survivals,
             predicted=output.predicted,
             draft_us=min(output.draft_us, INT32_MAX),
+            draft_ids=output.draft_ids,
         )
         self._frames.append(encode(result))
         self._ring()

@@ -70,12 +70,13 @@ def decode_hello(frame: bytes) -> Hello:
 
 def decode_client(frame: bytes) -> ClientMessage:
     """What a client sent. Raises `WireError`."""
+    kind = _known_kind(frame, _CLIENT_KINDS)
     try:
-        message: ClientMessage = _decode_kind(_client_decoder, frame, _CLIENT_KINDS)
+        message: ClientMessage = _decode(_client_decoder, frame)
         if isinstance(message, Submit):
             _check_submit(message)
     except WireError as error:
-        error.id = _request_id(frame)
+        error.id = _request_id(frame) if kind == "submit" else ""
         raise
     if isinstance(message, Hello) and message.min_version > message.max_version:
         raise WireError(ErrorCode.E_DECODE, "the lowest version is above the highest", "min_version")
@@ -84,7 +85,10 @@ def decode_client(frame: bytes) -> ClientMessage:
 
 def decode_server(frame: bytes) -> ServerMessage:
     """What a server sent. Raises `WireError`; one of `E_UNKNOWN_KIND` is of a later version and to be skipped."""
-    message: ServerMessage = _plain_delta(frame) or _decode_kind(_server_decoder, frame, _SERVER_KINDS)
+    message: ServerMessage | None = _plain_delta(frame)
+    if message is None:
+        _known_kind(frame, _SERVER_KINDS)
+        message = _decode(_server_decoder, frame)
     if isinstance(message, Delta):
         _check_token_ids(message.token_ids)
         if message.logprobs is not None and 4 * len(message.logprobs) != len(message.token_ids):
@@ -106,8 +110,8 @@ def _plain_delta(frame: bytes) -> Delta | None:
 def _request_id(frame: bytes) -> str:
     """Of a SUBMIT that cannot be read as a whole; empty where nothing can."""
     try:
-        return _head_decoder.decode(frame).id if read_kind(frame) == "submit" else ""
-    except (StructureError, msgspec.DecodeError):
+        return _head_decoder.decode(frame).id
+    except msgspec.DecodeError:
         return ""
 
 
@@ -118,13 +122,13 @@ def _kind(frame: bytes) -> str:
         raise WireError(ErrorCode.E_DECODE, str(error)) from None
 
 
-def _decode_kind(decoder: msgspec.msgpack.Decoder[Any], frame: bytes, kinds: frozenset[Any]) -> Any:
+def _known_kind(frame: bytes, kinds: frozenset[Any]) -> str:
     if len(frame) > MAX_FRAME_BYTES:
         raise WireError(ErrorCode.E_TOO_LARGE, f"{len(frame)} bytes, at most {MAX_FRAME_BYTES} are allowed")
     kind = _kind(frame)
     if kind not in kinds:
         raise WireError(ErrorCode.E_UNKNOWN_KIND if kind else ErrorCode.E_DECODE, "there is no such kind", "kind")
-    return _decode(decoder, frame)
+    return kind
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[M], frame: bytes) -> M:

@@ -42,6 +42,7 @@ Millis = Annotated[int, Meta(ge=0, le=MAX_TIMEOUT_MS)]
 Credit = Annotated[int, Meta(ge=0, le=MAX_CREDIT)]
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)]
 Detail = Annotated[str, Meta(max_length=MAX_DETAIL_CHARACTERS)]
+TraceParent = Annotated[str, Meta(pattern=r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}\Z")]
 TokenIds = Annotated[bytes, Meta(max_length=MAX_FRAME_BYTES)]
 Sample = Annotated[int, Meta(ge=0, lt=MAX_SAMPLES)]
 
@@ -96,6 +97,8 @@ class Submit(FromClient, frozen=True, tag="submit"):
     """Keep the stream when the connection is lost, for the time that `Welcome` says."""
     credit: Credit = 1024
     """Tokens that may be sent before the first `Credit`."""
+    traceparent: TraceParent | None = None
+    """What the client's own trace calls this request: W3C Trace Context."""
 
 
 class Cancel(FromClient, frozen=True, tag="cancel"):

@@ -54,11 +54,18 @@ def _walk(data: bytes) -> str:
         num_items += 1
         if num_items > MAX_ITEMS:
             raise StructureError(f"more than {MAX_ITEMS} values")
-        if keys is not None and left & 1:  # of a map's values the keys come first
-            key, at = _read_key(data, at, keys)
-            continue
         byte = data[at]
         at += 1
+        if keys is not None and left & 1:  # of a map's values the keys come first
+            if not (0xA0 <= byte <= 0xBF or byte in _STR_LENGTHS):
+                raise StructureError("a key is no text")
+            key, at = _read_str(data, at, byte)
+            if len(key) > MAX_KEY_BYTES:
+                raise StructureError(f"a key of more than {MAX_KEY_BYTES} bytes")
+            if key in keys:
+                raise StructureError("a key is there twice")
+            keys.add(key)
+            continue
         if byte < 0x80 or byte >= 0xE0 or byte in _CONSTANTS:
             continue
         if byte < 0xA0 or byte in _ARRAY_LENGTHS or byte in _MAP_LENGTHS:
@@ -70,23 +77,9 @@ def _walk(data: bytes) -> str:
         elif byte < 0xC0 or byte in _STR_LENGTHS:
             text, at = _read_str(data, at, byte)
             if len(levels) == 1 and key == b"kind":
-                kind = text
+                kind = text.decode()
         else:
             at = _skip_scalar(data, at, byte, may_be_bytes=len(levels) == 1)
-
-
-def _read_key(data: bytes, at: int, keys: set[bytes]) -> tuple[bytes, int]:
-    byte = data[at]
-    if not (0xA0 <= byte <= 0xBF or byte in _STR_LENGTHS):
-        raise StructureError("a key is no text")
-    text, end = _read_str(data, at + 1, byte)
-    key = text.encode()
-    if len(key) > MAX_KEY_BYTES:
-        raise StructureError(f"a key of more than {MAX_KEY_BYTES} bytes")
-    if key in keys:
-        raise StructureError("a key is there twice")
-    keys.add(key)
-    return key, end
 
 
 def _read_branch(data: bytes, at: int, byte: int) -> tuple[int, int, bool]:
@@ -102,13 +95,19 @@ def _read_branch(data: bytes, at: int, byte: int) -> tuple[int, int, bool]:
     return length, at, is_map
 
 
-def _read_str(data: bytes, at: int, byte: int) -> tuple[str, int]:
+def _read_str(data: bytes, at: int, byte: int) -> tuple[bytes, int]:
+    """The text, as UTF-8, and where it ends."""
     if byte < 0xC0:
-        length = byte & 0x1F
+        end = at + (byte & 0x1F)
     else:
         length, at = _read_length(data, at, _STR_LENGTHS[byte])
-    end = _end(data, at, length)
-    return str(data[at:end], "utf-8"), end
+        end = at + length
+    if end > len(data):
+        raise StructureError("it ends early")
+    text = data[at:end]
+    if not text.isascii():
+        str(text, "utf-8")
+    return text, end
 
 
 def _skip_scalar(data: bytes, at: int, byte: int, *, may_be_bytes: bool) -> int:

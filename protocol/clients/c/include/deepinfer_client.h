@@ -121,6 +121,7 @@ typedef struct di_request {
   int32_t queue_timeout_ms; /* -1: none */
   int32_t timeout_ms;       /* -1: none */
   bool not_resumable; /* the stream ends with its connection */
+  const char *traceparent; /* what your own trace calls this request: W3C Trace Context */
 } di_request;
 
 typedef struct di_top {
@@ -189,6 +190,8 @@ di_summary di_stream_summary(const di_stream *stream);
 void di_poll(di_client *client, int timeout_ms);
 const di_server *di_client_server(const di_client *client);
 bool di_client_is_connected(const di_client *client);
+/* The server goes away, and takes no further request: for how long open streams may run. -1: it does not. */
+int32_t di_client_deadline_ms(const di_client *client);
 int32_t di_client_reconnects(const di_client *client);
 
 #ifdef __cplusplus

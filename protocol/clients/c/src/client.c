@@ -70,7 +70,7 @@ struct di_client {
   bool is_rejected;
   bool is_unsent; /* a frame could not leave: the connection is lost */
   di_error rejection;
-  int64_t said_at, asked_at, lost_at, hello_at; /* ms; asked_at: of a PING that nothing answered; 0: never */
+  int64_t said_at, asked_at, lost_at, hello_at, deadline_at; /* ms; asked_at: of a PING that nothing answered; 0: never */
   int32_t num_reconnects;
   di_stream *streams;
 };
@@ -404,7 +404,7 @@ static void on_welcome(di_client *client, const msgpack_object *map, int64_t now
   client->num_reconnects += client->was_welcome;
   read_server(map, &client->server);
   client->was_welcome = client->is_welcome = true;
-  client->lost_at = 0;
+  client->lost_at = client->deadline_at = 0;
   client->said_at = now;
   for (di_stream *stream = client->streams, *next; stream != NULL; stream = next) {
     next = stream->next;
@@ -439,7 +439,8 @@ static void receive(di_client *client, const uint8_t *frame, size_t size, int64_
   else if (strcmp(message.kind, "error") == 0) on_error(client, map, now);
   else if (strcmp(message.kind, "welcome") == 0) on_welcome(client, map, now);
   else if (strcmp(message.kind, "reject") == 0) on_reject(client, map, now);
-  di_message_free(&message); /* PONG has been heard; after GOAWAY the server refuses by itself */
+  else if (strcmp(message.kind, "goaway") == 0) client->deadline_at = now + di_int(map, "deadline_ms", 0);
+  di_message_free(&message); /* PONG has been heard */
 }
 
 /* False: nothing is there. */
@@ -513,10 +514,18 @@ static bool set_options(void *socket, const di_options *options) {
                  set_int(socket, ZMQ_HEARTBEAT_TIMEOUT, 5000) &&
                  zmq_setsockopt(socket, ZMQ_MAXMSGSIZE, &most, sizeof most) == 0;
   if (!is_good || options->server_key == NULL) return is_good;
-  return options->public_key != NULL && options->secret_key != NULL &&
-         zmq_setsockopt(socket, ZMQ_CURVE_SERVERKEY, options->server_key, strlen(options->server_key) + 1) == 0 &&
+  return zmq_setsockopt(socket, ZMQ_CURVE_SERVERKEY, options->server_key, strlen(options->server_key) + 1) == 0 &&
          zmq_setsockopt(socket, ZMQ_CURVE_PUBLICKEY, options->public_key, strlen(options->public_key) + 1) == 0 &&
          zmq_setsockopt(socket, ZMQ_CURVE_SECRETKEY, options->secret_key, strlen(options->secret_key) + 1) == 0;
+}
+
+/* Of keys that only make sense together; NULL: all are there, or none. Without the server's a connection is plain text. */
+static const char *missing_key(const di_options *options) {
+  bool is_any = options->server_key != NULL || options->public_key != NULL || options->secret_key != NULL;
+  if (!is_any) return NULL;
+  if (options->server_key == NULL) return "server_key";
+  if (options->public_key == NULL) return "public_key";
+  return options->secret_key == NULL ? "secret_key" : NULL;
 }
 
 static di_status wait_welcome(di_client *client, int64_t timeout_ms, di_error *error) {
@@ -538,6 +547,8 @@ di_status di_connect(const char *url, const di_options *options, di_client **res
   if (options == NULL) options = &defaults;
   *result = NULL;
   if (options->window < 2 || options->window > 1 << 20) return say_error(error, DI_INVALID, "window", "2 to 2^20");
+  const char *missing = missing_key(options);
+  if (missing != NULL) return say_error(error, DI_INVALID, missing, "all three keys are needed, or none");
   di_client *client = calloc(1, sizeof *client);
   if (client == NULL) return say_error(error, DI_SYSTEM, "", strerror(ENOMEM));
   random_hex(client->session, 16);
@@ -582,6 +593,12 @@ void di_poll(di_client *client, int timeout_ms) {
 const di_server *di_client_server(const di_client *client) { return &client->server; }
 
 bool di_client_is_connected(const di_client *client) { return client->is_welcome; }
+
+int32_t di_client_deadline_ms(const di_client *client) {
+  if (client->deadline_at == 0) return -1;
+  int64_t left = client->deadline_at - now_ms();
+  return left > 0 ? (int32_t)left : 0;
+}
 
 int32_t di_client_reconnects(const di_client *client) { return client->num_reconnects; }
 

@@ -13,6 +13,7 @@ typedef enum type {
   NAME,    /* least to most of A-Z a-z 0-9 _ - */
   IDS,     /* int32 in bytes */
   REASON,
+  TRACEPARENT,
   STRUCT,  /* `inner` */
   MAP,
   MAPS,    /* least to most of them */
@@ -128,6 +129,7 @@ static const field submit[] = {
     {"timeout_ms", WHOLE, NIL, COUNT},
     {"resumable", BOOLEAN, VALUE},
     {"credit", WHOLE, VALUE, COUNT, .value = 1024},
+    {"traceparent", TRACEPARENT, NIL},
     {0}};
 static const field cancel[] = {ID, {0}};
 static const field credit[] = {ID, {"limit", WHOLE, REQUIRED, COUNT}, {"ack", WHOLE, VALUE, COUNT}, {0}};
@@ -257,6 +259,18 @@ static bool is_name(const msgpack_object *value, int64_t least, int64_t most) {
   return true;
 }
 
+/* Two, 32, 16 and two hexadecimal digits. */
+static bool is_traceparent(const msgpack_object *value) {
+  static const char form[] = "00-00000000000000000000000000000000-0000000000000000-00";
+  if (value->type != MSGPACK_OBJECT_STR || value->via.str.size != sizeof form - 1) return false;
+  for (uint32_t place = 0; place < value->via.str.size; place++) {
+    char letter = value->via.str.ptr[place];
+    bool is_digit = letter != 0 && strchr("0123456789abcdef", letter) != NULL;
+    if (form[place] == '-' ? letter != '-' : !is_digit) return false;
+  }
+  return true;
+}
+
 static bool is_ids(const msgpack_object *value) {
   if (value->type != MSGPACK_OBJECT_BIN || value->via.bin.size % 4 != 0) return false;
   for (uint32_t place = 0; place < value->via.bin.size; place += 4) {
@@ -377,6 +391,8 @@ static bool is_of_type(const field *field, const msgpack_object *value) {
       return is_ids(value);
     case REASON:
       return is_one_of(value, reasons);
+    case TRACEPARENT:
+      return is_traceparent(value);
     case STRUCT:
     case MAP:
       return is_map(value);

@@ -187,6 +187,7 @@ void di_pack_submit(const di_request *request, const char *id, int32_t credit, m
   whole(&w, "timeout_ms", request->timeout_ms, -1);
   flag(&w, "resumable", !request->not_resumable, false);
   whole(&w, "credit", credit, 1024);
+  text(&w, "traceparent", request->traceparent);
   msgpack_packer packer;
   msgpack_packer_init(&packer, frame, msgpack_sbuffer_write);
   finish(&w, &packer, frame);

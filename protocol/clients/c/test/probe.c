@@ -80,6 +80,9 @@ int main(int argc, char **argv) {
   if (stream != NULL) summary = di_stream_summary(stream);
   print_end(status, stream == NULL ? &error : di_stream_error(stream), &summary);
   printf("reconnects %d\n", client == NULL ? 0 : di_client_reconnects(client));
+  int32_t deadline_ms = client == NULL ? -1 : di_client_deadline_ms(client);
+  if (deadline_ms < 0) printf("deadline -\n");
+  else printf("deadline %d\n", deadline_ms);
   di_stream_free(stream);
   di_close(client);
   return 0;

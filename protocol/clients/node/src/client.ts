@@ -96,6 +96,7 @@ export class Client {
     if (!Number.isInteger(window) || window < 2 || window > 2 ** 20) {
       throw new RangeError(`window: ${window}, 2 to ${2 ** 20} is expected`);
     }
+    if (curve !== undefined) checkKeys(curve);
     this.window = window;
     this.session = new Session({ session: randomBytes(24).toString('base64url'), token, name: NAME, giveUpMs });
     this.socket = new Dealer({
@@ -109,16 +110,21 @@ export class Client {
       heartbeatInterval: 1000,
       heartbeatTimeout: 5000,
     });
-    if (curve !== undefined) {
-      this.socket.curveServerKey = curve.serverKey;
-      this.socket.curvePublicKey = curve.publicKey;
-      this.socket.curveSecretKey = curve.secretKey;
+    try {
+      if (curve !== undefined) {
+        this.socket.curveServerKey = curve.serverKey;
+        this.socket.curvePublicKey = curve.publicKey;
+        this.socket.curveSecretKey = curve.secretKey;
+      }
+      this.socket.connect(url);
+      this.session.hello(performance.now());
+    } catch (error) {
+      this.socket.close();
+      throw error;
     }
-    this.socket.connect(url);
     this.opened = this.welcomed(timeoutMs);
     this.ticking = setInterval(() => this.tick(), TICK_MS);
     void this.receive();
-    this.session.hello(performance.now());
     this.flush();
   }
 
@@ -131,6 +137,15 @@ export class Client {
   /** What the server last said of its engine's progress. */
   get pong(): Pong | null {
     return this.session.pong;
+  }
+
+  /**
+   * The server goes away: for how many more milliseconds open streams may run. It takes no further request. Null: it
+   * does not.
+   */
+  get deadlineMs(): number | null {
+    const { deadlineAt } = this.session;
+    return deadlineAt === null ? null : Math.max(deadlineAt - performance.now(), 0);
   }
 
   get isConnected(): boolean {
@@ -164,8 +179,7 @@ export class Client {
       window,
     );
     this.flush();
-    if (signal?.aborted) stream.cancel();
-    else signal?.addEventListener('abort', () => stream.cancel(), { once: true });
+    if (signal !== undefined) listen(signal, stream);
     return stream;
   }
 
@@ -260,6 +274,20 @@ export class Client {
       this.flush();
     }, RETRY_MS);
   }
+}
+
+/** Without one of them ZeroMQ would make a connection in plain text. */
+function checkKeys(curve: Curve): void {
+  for (const name of ['serverKey', 'publicKey', 'secretKey'] as const) {
+    if (!curve[name]) throw new RangeError(`${name}: all three keys are needed, or no curve`);
+  }
+}
+
+function listen(signal: AbortSignal, stream: TokenStream): void {
+  if (signal.aborted) return stream.cancel();
+  const abort = () => stream.cancel();
+  signal.addEventListener('abort', abort);
+  stream.onClosed = () => signal.removeEventListener('abort', abort);
 }
 
 function asRequest(prompt: Prompt): Request {

@@ -2,9 +2,9 @@
 
 import { decode as unpack, encode as pack } from '@msgpack/msgpack';
 
-import { FieldError, readFields, writeFields } from './fields.js';
+import { FieldError, WholeFloat, readFields, writeFields } from './fields.js';
 import { FROM_CLIENT, FROM_SERVER, type Kind } from './messages.js';
-import { MAX_FRAME_BYTES, StructureError, checkStructure } from './structure.js';
+import { MAX_FRAME_BYTES, type Path, StructureError, checkStructure } from './structure.js';
 import type { ClientMessage, ServerMessage } from './types.js';
 
 export type Refusal = 'E_DECODE' | 'E_TOO_LARGE' | 'E_UNKNOWN_KIND';
@@ -55,13 +55,22 @@ export function encode(message: ClientMessage | ServerMessage): Uint8Array {
 function decode(frame: Uint8Array, kinds: Readonly<Record<string, Kind>>): Record<string, unknown> {
   if (frame.length > MAX_FRAME_BYTES) throw new WireError('E_TOO_LARGE', `${frame.length} bytes`);
   return saying(() => {
-    checkStructure(frame);
+    const wholeFloats = checkStructure(frame);
     const { kind, ...fields } = unpack(frame, { useBigInt64: true }) as Record<string, unknown>;
+    for (const path of wholeFloats) mark(fields, path);
     if (typeof kind !== 'string' || kind === '') throw new WireError('E_DECODE', 'it has no kind', 'kind');
     if (!Object.hasOwn(kinds, kind)) throw new WireError('E_UNKNOWN_KIND', `there is no kind ${kind}`, 'kind');
     const known = kinds[kind] as Kind;
     return { kind, ...readFields(known.fields, fields, '', known.isStrict) };
   });
+}
+
+/** The number at `path` as the float that it was. */
+function mark(tree: Record<string, unknown>, path: Path): void {
+  let branch = tree;
+  for (const step of path.slice(0, -1)) branch = branch[step] as Record<string, unknown>;
+  const last = path[path.length - 1] as string;
+  branch[last] = new WholeFloat(branch[last] as number);
 }
 
 function checkClient(message: ClientMessage): void {

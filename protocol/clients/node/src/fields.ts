@@ -15,6 +15,11 @@ export class FieldError extends Error {
   }
 }
 
+/** A float that has a whole value, as it comes from a frame: no whole number. */
+export class WholeFloat {
+  constructor(readonly value: number) {}
+}
+
 export interface Type {
   read(value: unknown, path: string): unknown;
   write(value: unknown, path: string): unknown;
@@ -62,7 +67,7 @@ export const int64: Type = {
 };
 
 export const float = same((value, path) => {
-  const number = typeof value === 'bigint' ? Number(value) : value;
+  const number = value instanceof WholeFloat ? value.value : typeof value === 'bigint' ? Number(value) : value;
   if (typeof number !== 'number' || !Number.isFinite(number)) throw new FieldError(path, 'a number is expected');
   return number;
 });
@@ -166,7 +171,8 @@ export function either(...types: Type[]): Type {
 }
 
 function isMap(value: unknown): value is Record<string, unknown> {
-  return typeof value === 'object' && value !== null && !Array.isArray(value) && !ArrayBuffer.isView(value);
+  if (typeof value !== 'object' || value === null || value instanceof WholeFloat) return false;
+  return !Array.isArray(value) && !ArrayBuffer.isView(value);
 }
 
 export function mapOf(type: Type): Type {
@@ -193,6 +199,7 @@ export const anything: Type = {
 };
 
 function convert(value: unknown, number: (value: number | bigint) => unknown): unknown {
+  if (value instanceof WholeFloat) return value.value;
   if (typeof value === 'number' || typeof value === 'bigint') return number(value);
   if (Array.isArray(value)) return value.map((item) => convert(item, number));
   if (!isMap(value)) return value;

@@ -117,6 +117,7 @@ export const FROM_CLIENT: Readonly<Record<string, Kind>> = {
       timeout_ms: nilable(count),
       resumable: optional(f.bool, false),
       credit: optional(count, 1024),
+      traceparent: nilable(f.text(55, /^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$/)),
     },
   },
   cancel: { isStrict: true, fields: { id: required(f.text(64, ID)) } },

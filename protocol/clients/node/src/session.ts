@@ -48,7 +48,8 @@ export class Session {
   pong: Pong | null = null;
   rejection: ConnectionRejected | null = null;
   isWelcome = false;
-  isGoingAway = false;
+  /** The server goes away: until when open streams may run. */
+  deadlineAt: number | null = null;
   numReconnects = 0;
 
   private readonly calls = new Map<string, Call>();
@@ -173,7 +174,7 @@ export class Session {
         this.pong = message;
         return;
       case 'goaway':
-        this.isGoingAway = true;
+        this.deadlineAt = now + message.deadline_ms;
         return;
     }
   }
@@ -214,7 +215,7 @@ export class Session {
     if (this.welcome !== null) this.numReconnects += 1;
     this.welcome = welcome;
     this.isWelcome = true;
-    this.isGoingAway = false;
+    this.deadlineAt = null;
     this.lostAt = Infinity;
     this.saidAt = now;
     for (const call of [...this.calls.values()]) {

@@ -16,6 +16,8 @@ export class TokenStream implements AsyncIterableIterator<Chunk> {
   timings: Timings | null = null;
   /** Tokens that were read. */
   numRead = 0;
+  /** For the client: called once, at the end. */
+  onClosed: () => void = () => {};
 
   private readonly chunks: Chunk[] = [];
   private readonly readers: Reader[] = [];
@@ -72,6 +74,7 @@ export class TokenStream implements AsyncIterableIterator<Chunk> {
     if (this.isClosed) return;
     this.isClosed = true;
     this.error = error;
+    this.onClosed();
     for (const reader of this.readers.splice(0)) {
       if (this.error === null) reader.resolve({ done: true, value: undefined });
       else {

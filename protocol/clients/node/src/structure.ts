@@ -13,48 +13,67 @@ export class StructureError extends Error {}
 
 const utf8 = new TextDecoder('utf-8', { fatal: true, ignoreBOM: true });
 
-/** A map or an array that is open: values still to come, and the keys of a map so far. */
+/** A map or an array that is open: how many values it has, how many are still to come, the keys of a map so far. */
 interface Level {
+  readonly size: number;
   left: number;
-  keys: Set<string> | null;
+  readonly keys: Set<string> | null;
+  key: string;
 }
 
-/** Throws `StructureError` for what no message is built like. */
-export function checkStructure(frame: Uint8Array): void {
+/** Where a value is: keys of maps and places in arrays, from the message inwards. */
+export type Path = ReadonlyArray<string | number>;
+
+/**
+ * Throws `StructureError` for what no message is built like. Returns where floats are that have whole values: msgpack
+ * libraries for JavaScript do not tell them from whole numbers.
+ */
+export function checkStructure(frame: Uint8Array): Path[] {
   const first = frame[0];
   if (first === undefined || !((first & 0xf0) === 0x80 || first === 0xde || first === 0xdf)) {
     throw new StructureError('not a map');
   }
-  new Walk(frame).run();
+  return new Walk(frame).run();
+}
+
+/** Of the value that was read last. */
+function place(level: Level): string | number {
+  return level.keys === null ? level.size - level.left - 1 : level.key;
 }
 
 class Walk {
   private readonly view: DataView;
   private at = 0;
+  private isWholeFloat = false;
 
   constructor(private readonly frame: Uint8Array) {
     this.view = new DataView(frame.buffer, frame.byteOffset, frame.byteLength);
   }
 
-  run(): void {
+  run(): Path[] {
     const levels: Level[] = [];
-    let level: Level = { left: 1, keys: null };
+    const wholeFloats: Path[] = [];
+    let level: Level = { size: 1, left: 1, keys: null, key: '' };
     for (let items = 1; ; items++) {
       while (level.left === 0) {
         const outer = levels.pop();
         if (outer === undefined) {
           if (this.at !== this.frame.length) throw new StructureError('bytes follow the message');
-          return;
+          return wholeFloats;
         }
         level = outer;
       }
       level.left -= 1;
       if (items > MAX_ITEMS) throw new StructureError(`more than ${MAX_ITEMS} values`);
       if (level.keys !== null && level.left % 2 === 1) {
-        this.key(level.keys);
+        level.key = this.key(level.keys);
         continue;
       }
       const branch = this.value(levels.length === 1);
+      if (this.isWholeFloat) {
+        wholeFloats.push([...levels.slice(1), level].map(place));
+        this.isWholeFloat = false;
+      }
       if (branch !== null) {
         if (levels.length >= MAX_DEPTH) throw new StructureError(`deeper than ${MAX_DEPTH}`);
         levels.push(level);
@@ -87,6 +106,7 @@ class Walk {
         const start = this.skip(byte === 0xca ? 4 : 8);
         const value = byte === 0xca ? this.view.getFloat32(start) : this.view.getFloat64(start);
         if (!Number.isFinite(value)) throw new StructureError('a number is not finite');
+        this.isWholeFloat = Number.isInteger(value);
         return null;
       }
       case 0xcc:
@@ -122,10 +142,10 @@ class Walk {
   private branch(length: number, isMap: boolean): Level {
     const left = isMap ? 2 * length : length;
     if (left > this.frame.length - this.at) throw new StructureError('it ends early');
-    return { left, keys: isMap ? new Set() : null };
+    return { size: left, left, keys: isMap ? new Set() : null, key: '' };
   }
 
-  private key(keys: Set<string>): void {
+  private key(keys: Set<string>): string {
     const byte = this.number(1);
     let length: number;
     if ((byte & 0xe0) === 0xa0) length = byte & 0x1f;
@@ -136,6 +156,7 @@ class Walk {
     const key = this.decode(start, length);
     if (keys.has(key)) throw new StructureError('a key is there twice');
     keys.add(key);
+    return key;
   }
 
   private text(length: number): null {

@@ -61,6 +61,8 @@ export interface Request {
   timeout_ms?: number | null;
   /** The stream survives a cut of its connection. True if it is not given. */
   resumable?: boolean;
+  /** What your own trace calls this request (W3C Trace Context). */
+  traceparent?: string | null;
 }
 
 /** Token id, log probability, rank (1 is the most probable), the best alternatives with theirs. */

@@ -4,7 +4,7 @@
 //   server_key=K public_key=K secret_key=K  timeout_ms=N  give_up_ms=N
 //
 // Lines: `delta SAMPLE INDEX IDS REASON`, then `finish REASON PROMPT GENERATED` or `error CODE FIELD`, at the end
-// `reconnects N`. The same as of the C client's probe.
+// `reconnects N` and `deadline MS` (`-`: the server does not go away). The same as of the C client's probe.
 
 import { ConnectionLost, ServerError, connect } from '../dist/index.js';
 
@@ -20,7 +20,7 @@ try {
     window: number('window', 1024),
     timeoutMs: number('timeout_ms', 10_000),
     giveUpMs: number('give_up_ms', 30_000),
-    ...(given.server_key && {
+    ...((given.server_key ?? given.public_key ?? given.secret_key) && {
       curve: { serverKey: given.server_key, publicKey: given.public_key, secretKey: given.secret_key },
     }),
   });
@@ -40,7 +40,9 @@ try {
 } catch (error) {
   if (error instanceof ServerError) console.log(`error ${error.code} ${error.field || '-'}`);
   else if (error instanceof ConnectionLost) console.log('error lost -');
+  else if (error instanceof RangeError) console.log(`error 0 ${error.message.split(':')[0]}`);
   else throw error;
 }
 console.log(`reconnects ${client?.numReconnects ?? 0}`);
+console.log(`deadline ${client?.deadlineMs?.toFixed(0) ?? '-'}`);
 client?.close();

@@ -21,11 +21,6 @@ function decode(vector) {
   return (vector.from === 'server' ? decodeServer : decodeClient)(Buffer.from(vector.hex, 'hex'));
 }
 
-/** The writer of the golden file gives `sampling` a header of 16 bits; ours is the shortest. */
-function shortest(hex) {
-  return hex.replace(/a873616d706c696e67de000([0-9a-f])/, 'a873616d706c696e678$1');
-}
-
 /** Our encoder writes 1.0 as the whole number 1, which the wire allows wherever a number is expected. */
 function hasWholeFloat(value) {
   const text = JSON.stringify(value, (_, item) => (typeof item === 'bigint' ? String(item) : item));
@@ -48,6 +43,6 @@ for (const vector of vectors) {
     assert.deepEqual(message, given, 'the value');
     const again = Buffer.from(encode(message)).toString('hex');
     assert.deepEqual(decode({ ...vector, hex: again }), message, 'read again');
-    if (vector.canonical && !hasWholeFloat(vector.value)) assert.equal(again, shortest(vector.hex), 'the bytes');
+    if (vector.canonical && !hasWholeFloat(vector.value)) assert.equal(again, vector.hex, 'the bytes');
   });
 }
