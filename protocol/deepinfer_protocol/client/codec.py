@@ -85,17 +85,14 @@ def decode_client(frame: bytes) -> ClientMessage:
 
 def decode_server(frame: bytes) -> ServerMessage:
     """What a server sent. Raises `WireError`; one of `E_UNKNOWN_KIND` is of a later version and to be skipped."""
-    message = _plain_delta(frame) or _read_server(frame)
+    message: ServerMessage | None = _plain_delta(frame)
+    if message is None:
+        _known_kind(frame, _SERVER_KINDS)
+        message = _decode(_server_decoder, frame)
     if isinstance(message, Delta):
         _check_token_ids(message.token_ids)
         if message.logprobs is not None and 4 * len(message.logprobs) != len(message.token_ids):
             raise WireError(ErrorCode.E_DECODE, "tokens and logprobs differ in number", "logprobs")
-    return message
-
-
-def _read_server(frame: bytes) -> ServerMessage:
-    _known_kind(frame, _SERVER_KINDS)
-    message: ServerMessage = _decode(_server_decoder, frame)
     return message
 
 
