@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from deepinfer.http.tracing import Spans
 
-PROMPTS_A_TURN: Final = 16
+PROMPTS_A_TURN: Final = 4
 """Of a completion with several, that are submitted in one turn of the loop."""
 
 

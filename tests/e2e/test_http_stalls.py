@@ -194,7 +194,7 @@ OTHERS: Final[Mapping[str, Hostile]] = {
     "samples": Hostile("/v1/completions", completion(n=128), (200,), together=1),
     "input": Hostile("/v1/responses", {"model": "model", "input": TEXT * 15_000}, (400,)),
     "counted": Hostile("/v1/messages/count_tokens", chat(messages=said(TEXT * 15_000)), (200,)),
-    "tokenize": Hostile("/tokenize", {"prompt": TEXT * 15_000, "return_token_strs": True}, (200,)),
+    "tokenize": Hostile("/tokenize", {"prompt": TEXT * 13_000, "return_token_strs": True}, (200,)),
     "detokenize": Hostile("/detokenize", {"tokens": [5] * 65_000}, (200,)),
 }
 
