@@ -11,7 +11,8 @@ that come at once count as evenly spaced since those before them. A file of prom
 `turns`. Linux only.
 
 With `--stalled` 64 streams run over the wire. The process that reads one of them is stopped and let go on by turns:
-told is the time between tokens of the others while it reads and while it does not, and the ratio, in the median.
+told is the time between tokens of the others while it reads and while it does not, the ratio, in the median, and what
+windows differ by among themselves (`spread`: two in a row in which it reads, the larger by the smaller, in the median).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple, Protocol
@@ -61,7 +63,7 @@ import asyncio, sys
 from deepinfer import SamplingParams, connect
 
 async def read(url, max_tokens):
-    async with connect(url, window=1 << 20) as client:
+    async with connect(url) as client:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, detokenize=False)
         async for chunk in client.stream([1, 2, 3], params):
             if not chunk.first_index:
@@ -410,22 +412,24 @@ async def measure_stalled(options: argparse.Namespace) -> dict[str, Any]:
         if not await asyncio.to_thread(other.stdout.readline):
             raise SystemExit("the other client could not read")
         for _ in range(options.pairs):
-            with_reader = await gaps.during(options.window_s)
+            reading_ms = await gaps.during(options.window_s)
             other.send_signal(signal.SIGSTOP)
-            without = await gaps.during(options.window_s)
+            stalled_ms = await gaps.during(options.window_s)
             other.send_signal(signal.SIGCONT)
-            pairs.append((with_reader, without))
+            pairs.append((reading_ms, stalled_ms))
         if any(task.done() for task in reading):
             raise SystemExit("a stream ended too early: fewer pairs, shorter windows or longer steps are needed")
         for task in reading:
             task.cancel()
         await asyncio.gather(*reading, return_exceptions=True)
+    with_it = [pair[0] for pair in pairs]
     return {
         "pairs": options.pairs,
         "window_s": options.window_s,
-        "p99_reading_ms": [pair[0] for pair in pairs],
+        "p99_reading_ms": with_it,
         "p99_stalled_ms": [pair[1] for pair in pairs],
         "ratio": round(median(stalled / reading for reading, stalled in pairs), 4),
+        "spread": round(median([max(two) / min(two) for two in pairwise(with_it)] or [1.0]), 4),
     }
 
 
@@ -451,8 +455,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--step-ms", type=float, default=10.0, help="of `fake`")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the engine")
     parser.add_argument("--stalled", action="store_true", help="what a client that stops reading costs the others")
-    parser.add_argument("--pairs", type=int, default=6, help="of windows, with --stalled")
-    parser.add_argument("--window-s", type=float, default=6.0, help="with --stalled")
+    parser.add_argument("--pairs", type=int, default=24, help="of windows, with --stalled")
+    parser.add_argument("--window-s", type=float, default=2.0, help="with --stalled")
     return parser.parse_args(argv)
 
 

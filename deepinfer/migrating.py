@@ -238,6 +238,7 @@ OWN_OPTIONS: Final = frozenset(
         "priority",
         "queue_timeout_s",
         "timeout_s",
+        "traceparent",
     }
 )
 OPTION_ALIASES: Final[Mapping[str, str]] = {
@@ -259,7 +260,7 @@ FOREIGN_OPTIONS: Final[Table] = {
     "lora_path": Elsewhere("adapters are not served"),
     "prompt_adapter_request": Elsewhere("adapters are not served"),
     "tokenization_kwargs": Elsewhere("encode the prompt yourself and give token ids", (None, {})),
-    "trace_headers": Elsewhere("there is no tracing"),
+    "trace_headers": Elsewhere("give the W3C context as traceparent"),
     "prompt_text": Elsewhere("give the prompt as text or as token ids"),
     "data_parallel_rank": Elsewhere("the scheduler chooses the worker"),
     "routed_dp_rank": Elsewhere("the scheduler chooses the worker"),

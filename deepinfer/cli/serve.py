@@ -17,7 +17,7 @@ from typing import Annotated, Any, Protocol
 
 import typer
 
-from deepinfer.cli.common import Model, Settings, engine_settings, in_words, run_async, say, starting
+from deepinfer.cli.common import Model, Settings, engine_settings, favour_the_loop, in_words, run_async, say, starting
 from deepinfer.engine import Engine
 from deepinfer.errors import ConfigError
 from deepinfer.wire.address import check_listen
@@ -161,6 +161,7 @@ async def _serve(model: str, settings: dict[str, Any], make_doors: list[MakeDoor
         if engine is None:
             return
         await engine.prepare_grammars()  # before anybody could wait for it
+        favour_the_loop()
         doors = [make(engine) for make in make_doors]
         for door in doors:
             await stack.enter_async_context(door)

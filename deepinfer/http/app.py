@@ -8,10 +8,11 @@ Listens nowhere by itself, and the engine stays its owner's. Needs the `server` 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from starlette.applications import Starlette
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
     from deepinfer.http.tracing import Spans
+
+PROMPTS_A_TURN: Final = 16
+"""Of a completion with several, that are submitted in one turn of the loop."""
 
 
 def http_app(
@@ -126,10 +130,11 @@ class _Server:
         exchanges = [
             CompletionExchange(asked, response_id, place * asked.params.n) for place in range(len(asked.prompts))
         ]
-        streams = [
-            self._stream(f"{note.request_id}-{place}", prompt, asked.params, priority)
-            for place, prompt in enumerate(asked.prompts)
-        ]
+        streams: list[TokenStream] = []
+        for place, prompt in enumerate(asked.prompts):
+            streams.append(self._stream(f"{note.request_id}-{place}", prompt, asked.params, priority))
+            if len(streams) % PROMPTS_A_TURN == 0:
+                await asyncio.sleep(0)
         if len(streams) > 1:
             return BatchAnswer(streams, exchanges)
         return Answer(streams[0], exchanges[0], self._config, is_stream=bool(fields.stream))

@@ -26,6 +26,8 @@ MAX_IDS: Final = 1 << 16
 """Token ids of a body, unless the model's context is longer: making a million of them keeps everybody waiting."""
 MAX_VALUES: Final = 1 << 15
 """Values of all kinds in a body, token ids of a completion aside."""
+_MAX_DEPTH: Final = 1024
+"""Of values in values: no parser here goes deeper."""
 _FIELD: Final = re.compile(r" - at `\$\.?(.*?)`$")
 _MISSING: Final = re.compile(r"missing required field `(\w+)`")
 
@@ -227,12 +229,18 @@ def check_values(body: bytes, limit: int) -> None:
     Commas outside strings are counted, in a loop that gives way to other threads; a parser does not.
     """
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote that is left begins or ends a string
+    if plain.count(b'"') > 4 * (limit + _MAX_DEPTH):  # a value and its name are two strings
+        raise too_many_values(limit)
     num_commas, end = 0, 0
     while (start := plain.find(b'"', end)) >= 0 and num_commas <= limit:
         num_commas += plain.count(b",", end, start)
         end = plain.find(b'"', start + 1) + 1 or len(plain)
     if num_commas + plain.count(b",", end) > limit:
-        raise refused(None, f"the body has more than {limit} values in it")
+        raise too_many_values(limit)
+
+
+def too_many_values(limit: int) -> HttpFault:
+    return refused(None, f"the body has more than {limit} values in it")
 
 
 def decode_object(body: bytes) -> dict[str, Raw]:

@@ -16,6 +16,8 @@ from deepinfer.http.fault import RETRY_AFTER_S, HttpFault
 T = TypeVar("T")
 
 INLINE_BYTES: Final = 2048
+INLINE_A_TURN: Final = 8
+"""So many of these in one turn of the loop; of a crowd the others wait for the next."""
 SMALL_BYTES: Final = 64 << 10
 MAX_WAITING_BYTES: Final = 4 << 20
 """Bodies before a thread; with as much there, a further one is asked to come later."""
@@ -25,13 +27,17 @@ class BodyThreads:
     """Of one server. A thread is there while it has something to read."""
 
     def __init__(self) -> None:
+        self._inline = asyncio.Semaphore(INLINE_A_TURN)
         self._small = _BodyThread("deepinfer-http")
         self._large = _BodyThread("deepinfer-http-large")
 
     async def run(self, work: Callable[[bytes], T], body: bytes) -> T:
         """`work(body)`. Raises `HttpFault` (429), and what it raises."""
         if _is_quick(body):
-            return work(body)
+            async with self._inline:
+                found = work(body)
+                await asyncio.sleep(0)  # the place is free in the next turn
+            return found
         return await (self._small if len(body) <= SMALL_BYTES else self._large).run(work, body)
 
 

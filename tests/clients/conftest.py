@@ -32,10 +32,10 @@ class Server(NamedTuple):
         return int(self.url.rpartition(":")[2])
 
 
-def start_server(home: Path, *options: str, listen: str = "tcp://127.0.0.1:*") -> Server:
+def start_server(home: Path, *options: str, listen: str = "tcp://127.0.0.1:*", model: str = "fake") -> Server:
     """Returns when it listens."""
-    settings = {"fake_step_s": "0.001", "fake_vocab_size": "97", "max_num_seqs": "32"}
-    command = [sys.executable, "-m", "deepinfer", "serve", "fake", "--listen", listen]
+    settings = {"fake_step_s": "0.001", "fake_vocab_size": "97", "max_num_seqs": "32"} if model == "fake" else {}
+    command = [sys.executable, "-m", "deepinfer", "serve", model, "--listen", listen]
     for name, value in settings.items():
         command += ["--set", f"{name}={value}"]
     command += options

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import uvicorn
 from opentelemetry.trace import TracerProvider
+from starlette.types import ASGIApp
 
 from deepinfer import Engine
 from deepinfer.http import HttpConfig, http_app
@@ -107,7 +108,15 @@ async def serving(
 ) -> AsyncIterator[Served]:
     """`settings` are of `HttpConfig`; the buffer is the system's, of each connection."""
     limits = HttpConfig(**settings)
-    config = uvicorn.Config(http_app(engine, limits, tracer_provider=tracer_provider), **uvicorn_settings(limits))
+    app = http_app(engine, limits, tracer_provider=tracer_provider)
+    async with serving_app(app, send_buffer_bytes=send_buffer_bytes, **uvicorn_settings(limits)) as served:
+        yield served
+
+
+@asynccontextmanager
+async def serving_app(app: ASGIApp, *, send_buffer_bytes: int = 0, **settings: Any) -> AsyncIterator[Served]:
+    """As `serving`, whatever the app is; `settings` are uvicorn's."""
+    config = uvicorn.Config(app, **({"lifespan": "off", "log_config": None, "ws": "none"} | settings))
     config.timeout_graceful_shutdown = 5
     server = _Uvicorn(config)
     with socket.socket() as listener:

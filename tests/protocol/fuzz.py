@@ -45,6 +45,7 @@ from deepinfer_protocol.client import (
     decode_server,
     encode,
 )
+from deepinfer_protocol.client.structure import read_kind
 from protocol import client_frames, frames
 from protocol.cases import CONFIG
 from protocol.client_cases import WELCOME
@@ -98,6 +99,7 @@ def client_fate(sender: str, data: bytes) -> str:
     except WireError as error:
         return error.code.name
     assert decode(encode(message)) == message
+    read_kind(data)  # also where a decoder has not looked: no `StructureError`
     return type(message).__name__
 
 

@@ -8,7 +8,19 @@ import msgspec
 import pytest
 
 from deepinfer import InvalidRequest, TokenChunk, WorkerLost
-from deepinfer.wire.session import Abort, Action, Drop, Load, Pull, Send, ServerSession, Settings, Start
+from deepinfer.wire.session import (
+    MAX_ENDED,
+    MAX_SESSIONS,
+    Abort,
+    Action,
+    Drop,
+    Load,
+    Pull,
+    Send,
+    ServerSession,
+    Settings,
+    Start,
+)
 from deepinfer_protocol import SamplingParams, pack_int32
 from deepinfer_protocol.client import (
     Bye,
@@ -23,6 +35,7 @@ from deepinfer_protocol.client import (
     Hello,
     Ping,
     Pong,
+    Reject,
     Resume,
     ServerMessage,
     Submit,
@@ -285,6 +298,67 @@ def test_an_id_is_free_again_after_its_retention(server: Server) -> None:
     server.after(31.0)
     assert [message for message in server.say(A, other) if not isinstance(message, Pong)] == []
     assert server.wanted(Start) == [Start(1, other)]
+
+
+def test_what_ended_and_was_not_asked_for_is_kept_for_the_newest_alone(server: Server) -> None:
+    for key in range(MAX_ENDED + 50):
+        server.say(A, submit(f"r{key}", resumable=True))
+        server.session.fail(key, InvalidRequest("prompt", "is empty"), server.now)
+        server.heard(A)
+    (session,) = server.session._sessions.values()
+    assert len(session.streams) == len(session.ended) == MAX_ENDED
+    (gone,) = server.say(A, Resume(id="r49", next=0, limit=9))
+    (kept,) = server.say(A, Resume(id="r50", next=0, limit=9))
+    assert isinstance(gone, Error) and gone.code == ErrorCode.E_NOT_FOUND
+    assert isinstance(kept, Error) and kept.code == ErrorCode.E_INVALID_PARAM
+
+
+def test_more_sessions_than_may_be_are_rejected_for_a_while(server: Server) -> None:
+    for number in range(MAX_SESSIONS - 1):
+        server.say(b"%d" % number, hello(f"a-session-of-tests-{number}"))
+    (reject,) = server.say(B, hello("one-session-too-many"))
+    assert isinstance(reject, Reject) and reject.code == ErrorCode.E_OVERLOADED and reject.retry_after_ms > 0
+    assert server.say(B, hello()) == [WELCOME]  # one that is known already
+    server.session.lose(b"7", server.now)
+    assert server.say(b"c", hello("one-session-too-many")) == [WELCOME]
+
+
+def test_after_a_rejection_only_a_hello_is_read(server: Server) -> None:
+    later = msgspec.structs.replace(hello(), min_version=2, max_version=2)
+    (reject,) = server.say(B, later)
+    assert isinstance(reject, Reject) and reject.code == ErrorCode.E_VERSION
+    for message in (submit(), Cancel(id="r1"), Ping(), Bye()):
+        (error,) = server.say(B, message)
+        assert isinstance(error, Error) and error.code == ErrorCode.E_HELLO
+    assert server.wanted(Start) == [] and server.session.num_connections == 1
+    assert server.say(B, hello("another-session-of-tests")) == [WELCOME]
+
+
+def test_frames_said_twice_change_nothing(server: Server) -> None:
+    first = submit(resumable=True, credit=2)
+    assert server.say(A, hello(), hello()) == [WELCOME, WELCOME]
+    assert server.say(A, first, first) == []
+    assert deltas(server.feed(5)) == [0, 1]
+    server.say(A, Grant(id="r1", limit=4, ack=1), Grant(id="r1", limit=4, ack=1), Grant(id="r1", limit=2, ack=0))
+    assert deltas(server.feed(5)) == [2, 3]
+    again = server.say(A, Resume(id="r1", next=2, limit=4), Resume(id="r1", next=2, limit=4))
+    assert deltas(again) == [2, 3, 2, 3]
+    assert server.say(A, Bye(), Bye())[-1:] == [Error.of(ErrorCode.E_HELLO)]
+    assert server.session.num_open == 0
+
+
+def test_a_session_that_is_replayed_by_somebody_else_is_his_own(server: Server) -> None:
+    said: list[ClientMessage] = [
+        submit(resumable=True),
+        Grant(id="r1", limit=9, ack=1),
+        Cancel(id="r1"),
+        Resume(id="r1", next=0, limit=9),
+    ]
+    server.say(A, said[0])
+    server.feed(2)
+    server.say(B, hello("another-session-of-tests"), *said)
+    assert server.session._by_key[0][1].num_acked == 0 and not server.session._by_key[0][1].is_cancelled
+    assert deltas(server.feed(2)) == [2, 3]
 
 
 def test_sessions_of_other_keys_are_others(server: Server) -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -13,13 +17,15 @@ import pytest
 import zmq
 
 from deepinfer import Client, Engine, connect
+from deepinfer.wire.keys import ServerKeys, read_clients, read_pair, write_keys
 from deepinfer.wire.server import WireServer
 from deepinfer.wire.session import Settings
-from deepinfer_protocol import pack_int32
+from deepinfer_protocol import pack_int32, unpack_int32
 from deepinfer_protocol.client import (
     Bye,
     Cancel,
     ClientMessage,
+    Delta,
     Error,
     ErrorCode,
     Finish,
@@ -54,6 +60,10 @@ class Peer:
     def send(self, *parts: bytes) -> None:
         self._socket.send_multipart(parts)
 
+    def send_all(self, frames: Sequence[bytes]) -> None:
+        for frame in frames:
+            self.send(frame)
+
     def say(self, message: ClientMessage) -> None:
         self.send(encode(message))
 
@@ -67,6 +77,21 @@ class Peer:
     async def ask(self, message: ClientMessage) -> ServerMessage:
         self.say(message)
         return await self.hear()
+
+
+class Recorder:
+    """What a careful reader makes of a stream's messages, whatever comes twice."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.num_deltas = 0
+
+    def take(self, message: ServerMessage) -> bool:
+        """False: it is the end."""
+        if isinstance(message, Delta) and message.seq == self.num_deltas:
+            self.num_deltas += 1
+            self.tokens += unpack_int32(message.token_ids)
+        return not isinstance(message, Finish | Error)
 
 
 @contextmanager
@@ -184,6 +209,140 @@ async def test_no_session_reaches_into_another(server: WireServer, other: Client
         peer.say(msgspec.structs.replace(SUBMIT, id="mine"))
         assert isinstance(await finish_of(peer), Finish)
     assert tokens + await tokens_of(stream) == wanted(1000)
+
+
+async def test_frames_that_come_twice_bring_a_stream_once(server: WireServer) -> None:
+    heard = Recorder()
+    with peer_of(server.url) as peer:
+        submit = msgspec.structs.replace(SUBMIT, resumable=True, sampling=greedy(200), credit=50)
+        for message in (HELLO, HELLO, submit, submit, Grant("r1", limit=200), Grant("r1", limit=200)):
+            peer.say(message)
+        while heard.take(await peer.hear()):
+            if heard.num_deltas % 20 == 10:
+                peer.say(Resume("r1", next=heard.num_deltas, limit=200))
+    assert heard.tokens == wanted(200)
+
+
+async def test_a_stream_is_resumed_within_its_retention_and_not_after_it(engine: Engine) -> None:
+    settings = Settings(retention_s=1.0, ping_s=0.1, idle_s=5.0)
+    submit = msgspec.structs.replace(SUBMIT, resumable=True, sampling=greedy(300), credit=1000)
+    async with WireServer(engine, settings=settings) as server:
+        heard = Recorder()
+        with peer_of(server.url) as peer:
+            assert isinstance(await peer.ask(HELLO), Welcome)
+            peer.say(submit)
+            while heard.num_deltas < 20:
+                heard.take(await peer.hear())
+        await asyncio.sleep(0.3)
+        with peer_of(server.url) as peer:
+            assert isinstance(await peer.ask(HELLO), Welcome)
+            peer.say(Resume("r1", next=heard.num_deltas, limit=1000))
+            while heard.take(await peer.hear()):
+                pass
+        assert heard.tokens == wanted(300)
+        await asyncio.sleep(1.6)
+        with peer_of(server.url) as peer:
+            assert isinstance(await peer.ask(HELLO), Welcome)
+            assert code_of(await peer.ask(Resume("r1", next=20, limit=1000))) == "E_NOT_FOUND"
+            peer.say(submit)  # its id is free again
+            again = Recorder()
+            while again.take(await peer.hear()):
+                pass
+            assert again.tokens == wanted(300)
+
+
+async def test_peers_that_vanish_in_every_state_leave_nothing(
+    server: WireServer, engine: Engine, other: Client
+) -> None:
+    stream = other.stream(PROMPT, greedy(1500))
+    endless = msgspec.structs.replace(SUBMIT, sampling=greedy(20_000), credit=30_000)
+    states: list[list[ClientMessage]] = [
+        [], [HELLO], [HELLO, endless], [HELLO, endless, Cancel("r1")], [SUBMIT], [HELLO, Bye()],
+        [HELLO, msgspec.structs.replace(endless, credit=1)], [HELLO, endless, Ping()],
+    ]  # fmt: skip
+    for said in states:
+        for _ in range(3):
+            with peer_of(server.url) as peer:
+                for message in said:
+                    peer.say(message)
+                await asyncio.sleep(0.02)
+    assert await tokens_of(stream) == wanted(1500)
+    async with asyncio.timeout(10):
+        while server.num_open or server.num_connections > 1:  # noqa: ASYNC110 (silent ones are lost in time)
+            await asyncio.sleep(0.05)
+    assert len(server._session._sessions) == 1
+
+
+NOT_ZMTP: Final = {
+    "nothing": b"",
+    "a request of HTTP": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "half a greeting": b"\xff\0\0\0\0\0\0\0\1\x7f\3",
+    "a greeting of a later version": b"\xff\0\0\0\0\0\0\0\1\x7f\x09\0NULL" + bytes(48),
+    "a greeting and a large frame": b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL" + bytes(48) + b"\2" + b"\xff" * 8,
+    "zeros": bytes(100_000),
+}
+
+
+@pytest.mark.parametrize("has_keys", [False, True])
+async def test_whoever_does_not_speak_zeromq_is_not_heard(engine: Engine, tmp_path: Path, has_keys: bool) -> None:
+    keys = None
+    own: Path | None = None
+    public: Path | None = None
+    if has_keys:
+        public, secret = write_keys(tmp_path, "server")
+        write_keys(tmp_path / "clients", "known")
+        keys = ServerKeys(read_pair(secret), read_clients(tmp_path / "clients"))
+        own = tmp_path / "clients" / "known.key_secret"
+    rng = random.Random(5)
+    noise = [rng.randbytes(rng.randrange(1, 300)) for _ in range(200)]
+    async with (
+        WireServer(engine, "tcp://127.0.0.1:*", keys=keys) as server,
+        connect(server.url, key=own, server_key=public) as client,
+    ):
+        stream = client.stream(PROMPT, greedy(1500))
+        with ExitStack() as left:
+            for data in (*NOT_ZMTP.values(), *noise):
+                address = "127.0.0.1", int(server.url.rpartition(":")[2])
+                left.enter_context(socket.create_connection(address)).send(data)
+            assert await tokens_of(stream) == wanted(1500)
+        assert await tokens_of(client.stream(PROMPT, greedy(5))) == wanted(5)
+        assert server.num_connections == 1
+        assert not has_keys or server.num_refused == 0  # without, some of it is the ZMTP of long ago
+
+
+NUM_LARGEST: Final = 30
+LARGEST: Final[dict[str, Callable[[int], bytes]]] = {
+    "values": lambda _: msgspec.msgpack.encode({"kind": "ping", "a": [{}] * 16_000}),
+    "bytes": lambda place: encode(Submit(f"r{place}", token_ids=pack_int32([5]) * (MAX_FRAME_BYTES // 4 - 100))),
+    "depth": lambda _: b"\x82\xa4kind\xa4ping\xa1a" + b"\x91" * 3_000_000,
+}
+"""By the place in a flood of so many."""
+
+
+@pytest.mark.parametrize("what", LARGEST)
+async def test_no_flood_keeps_the_loop_for_long(server: WireServer, what: str) -> None:
+    """What a turn of the loop takes of this thread, which is more than the server's work: 20 ms at most."""
+    longest_s, is_over = 0.0, False
+
+    async def watch() -> None:
+        nonlocal longest_s
+        while not is_over:
+            began_s = time.thread_time()
+            await asyncio.sleep(0)
+            longest_s = max(longest_s, time.thread_time() - began_s)
+
+    with peer_of(server.url) as peer:
+        assert isinstance(await peer.ask(HELLO), Welcome)
+        frames = [LARGEST[what](place) for place in range(NUM_LARGEST)]
+        flood = threading.Thread(target=peer.send_all, args=(frames,))
+        flood.start()
+        watching = asyncio.create_task(watch())
+        codes = {code_of(await peer.hear()) for _ in frames}
+        is_over = True
+        await watching
+        flood.join()
+    assert codes == {"E_CONTEXT_LENGTH" if what == "bytes" else "E_DECODE"}
+    assert longest_s < 0.02, f"{1e3 * longest_s:.1f} ms"
 
 
 async def test_a_submit_is_idempotent(server: WireServer) -> None:

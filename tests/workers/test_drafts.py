@@ -233,8 +233,8 @@ def test_tokens_are_distributed_as_the_target_says(rejects: bool, case: int, at_
 @pytest.mark.parametrize("lengths", [everything, half])
 def test_under_masks_they_are_distributed_as_the_masked_target_says(rejects: bool, lengths: Lengths) -> None:
     """Drafts know nothing of masks: many are refused, and what follows a refusal is still the target's."""
-    tables = Tables(4, spread=0.5)
     params: dict[str, Any] = {"temperature": 1.0}
+    tables = Tables(4, spread=0.5)
     tables.allowed = torch.rand(VOCAB, VOCAB, generator=torch.Generator().manual_seed(7)) < 0.6
     assert tables.allowed.any(1).all() and not tables.allowed.all(1).any()
     walks = sampled(tables, lengths, 6, rejects=rejects, **params)

@@ -362,12 +362,12 @@ class ModelRunner:
         """Tokens of the sampled `rows`; those that wait for a mask, [R], get theirs in a second launch."""
         if not is_waiting.any():
             return self._judge_some(logits, rows, None)
+        if is_waiting.all():
+            return self._judge_some(logits, rows, self._masks(rows, wait_for_masks()))
         verdict = Verdict(
             torch.ones(len(rows.slots), dtype=torch.int64, device=logits.device), torch.zeros_like(rows.places)
         )
         for part, has_masks in ((np.flatnonzero(~is_waiting), False), (np.flatnonzero(is_waiting), True)):
-            if len(part) == len(rows.slots):
-                return self._judge_some(logits, rows, self._masks(rows, wait_for_masks()))
             if part.size:
                 packed = np.flatnonzero(np.isin(np.repeat(np.arange(len(rows.slots)), rows.counts + 1), part))
                 index, of_rows = to_device(packed, logits.device), to_device(part, logits.device)

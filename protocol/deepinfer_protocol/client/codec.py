@@ -1,7 +1,8 @@
 """Bytes to messages of the client wire and back. Pure: any bytes become a message or a `WireError`.
 
-Structure first (`structure`), then kind, then fields: their types and bounds are those of the structs. Whether a
-stream exists or a parameter suits the model is for the receiver to say.
+Structure first (`structure`), then kind, then fields: their types and bounds are those of the structs. A delta that is,
+byte for byte, what we would write needs no look at its structure: there is one for every token. Whether a stream exists
+or a parameter suits the model is for the receiver to say.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ _encoder = msgspec.msgpack.Encoder()
 _head_decoder = msgspec.msgpack.Decoder(_Head)
 _client_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ClientMessage)
 _server_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ServerMessage)
+_delta_decoder = msgspec.msgpack.Decoder(Delta)
+_DELTA_HEAD: Final = b"\xa4kind\xa5delta"
 _CLIENT_KINDS: Final = frozenset(kind.__struct_config__.tag for kind in get_args(ClientMessage))
 _SERVER_KINDS: Final = frozenset(kind.__struct_config__.tag for kind in get_args(ServerMessage))
 _PATH: Final = re.compile(r"at `\$\.([^`]*)`\Z")
@@ -82,13 +85,29 @@ def decode_client(frame: bytes) -> ClientMessage:
 
 def decode_server(frame: bytes) -> ServerMessage:
     """What a server sent. Raises `WireError`; one of `E_UNKNOWN_KIND` is of a later version and to be skipped."""
-    _known_kind(frame, _SERVER_KINDS)
-    message: ServerMessage = _decode(_server_decoder, frame)
+    message = _plain_delta(frame) or _read_server(frame)
     if isinstance(message, Delta):
         _check_token_ids(message.token_ids)
         if message.logprobs is not None and 4 * len(message.logprobs) != len(message.token_ids):
             raise WireError(ErrorCode.E_DECODE, "tokens and logprobs differ in number", "logprobs")
     return message
+
+
+def _read_server(frame: bytes) -> ServerMessage:
+    _known_kind(frame, _SERVER_KINDS)
+    message: ServerMessage = _decode(_server_decoder, frame)
+    return message
+
+
+def _plain_delta(frame: bytes) -> Delta | None:
+    """A delta without logprobs that is what we would write; `None` for any other frame."""
+    if not frame.startswith(_DELTA_HEAD, 1) or len(frame) > MAX_FRAME_BYTES:
+        return None
+    try:
+        delta = _delta_decoder.decode(frame)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, OverflowError):
+        return None
+    return delta if delta.logprobs is None and _encoder.encode(delta) == frame else None
 
 
 def _request_id(frame: bytes) -> str:

@@ -1,0 +1,48 @@
+"""The JSON Schema Test Suite and real schemas: each is refused with a reason, or every finished output validates.
+
+From tokens that are as good as random, with and without drafts. The files are not part of the project.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from benchmarks.structured import is_right, read_options, run
+
+DATA: Final = Path(__file__).parents[3] / "shared/data"
+FOLDERS: Final = [DATA / "json_schema_test_suite/draft2020-12", DATA / "jsonschemabench"]
+
+pytestmark = pytest.mark.skipif(not all(map(Path.is_dir, FOLDERS)), reason="the schemas are not here")
+
+
+def outcome(*arguments: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """With drafts, and without."""
+    found = asyncio.run(run(read_options([*map(str, FOLDERS), *arguments])))
+    assert is_right(found), found
+    with_drafts, without = found["num_drafts -1"], found["num_drafts 0"]
+    assert with_drafts["refusals"] == without["refusals"]
+    assert with_drafts["drafts_accepted"] > 0 == without["drafts_verified"]
+    return with_drafts, without
+
+
+def test_some_are_refused_or_validate() -> None:
+    for one in outcome("--model", "fake", "--every", "11", "--max-tokens", "60"):
+        assert one["accepted_share"] > 0.5 and one["finished"] > 20
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_all_are_refused_or_validate() -> None:
+    for one in outcome("--model", "fake", "--max-tokens", "200"):
+        assert one["schemas"] > 700 and one["accepted_share"] > 0.55 and one["finished"] > 300
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_a_model_with_random_logits_writes_what_validates() -> None:
+    for one in outcome("--model", "v41-nano", "--every", "7", "--max-tokens", "60"):
+        assert one["finished"] > 30
