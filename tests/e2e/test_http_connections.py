@@ -140,7 +140,7 @@ async def test_json_that_is_not_utf8_is_none(encoding: str, engine: Engine) -> N
 
 async def drip(writer: asyncio.StreamWriter, raw: bytes, pause_s: float) -> None:
     """A byte at a time, until the other side has enough."""
-    with suppress(ConnectionError):
+    with suppress(ConnectionError, RuntimeError):  # uvloop has the latter for a transport that is closed
         for byte in raw:
             writer.write(bytes([byte]))
             await writer.drain()
@@ -152,15 +152,15 @@ async def test_heads_that_drip_are_given_up_while_others_are_answered(engine: En
         async with served.connected() as (reader, writer):
             writer.write(before)
             if before:
-                assert (await read_head(reader))[1]["content-length"]
+                await reader.readexactly(int((await read_head(reader))[1]["content-length"]))
             dripping = asyncio.create_task(drip(writer, b"GET /health HTTP/1.1\r\nhost: " + b"x" * 10_000, 0.01))
             try:
-                rest = await reader.read()
+                status, headers = await read_head(reader)
+                body = await reader.readexactly(int(headers["content-length"]))
             finally:
                 dripping.cancel()
-            head = rest[rest.index(b"HTTP/1.1 408") :]
-            assert b'"code":"head_timeout"' in head and b"connection: close" in head
-        return 408
+            assert headers["connection"] == "close" and json.loads(body)["error"]["code"] == "head_timeout"
+        return status
 
     async with serving(engine, head_timeout_s=0.3) as served, undisturbed(served):
         began = asyncio.get_running_loop().time()
@@ -198,7 +198,8 @@ async def test_a_chunked_body_without_an_end_is_given_up(piece: bytes, engine: E
         body = await reader.readexactly(int(headers["content-length"]))
         assert (status, json.loads(body)["error"]["code"]) == (408, "body_timeout")
         async with asyncio.timeout(LINGER_S + 5):
-            await reader.read()  # it goes on, and is cut off
+            with suppress(ConnectionError):
+                await reader.read()  # it goes on, and is cut off
         dripping.cancel()
 
 
@@ -218,7 +219,7 @@ async def test_who_is_refused_and_sends_for_ever_is_cut_off(engine: Engine) -> N
 
 
 async def _flood(writer: asyncio.StreamWriter) -> None:
-    with suppress(ConnectionError):
+    with suppress(ConnectionError, RuntimeError):
         while True:
             writer.write(b"400\r\n" + b" " * 0x400 + b"\r\n")
             await writer.drain()
