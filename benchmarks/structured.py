@@ -1,7 +1,7 @@
 """Every JSON Schema of a folder through an engine: refused with a reason, or every finished output validates.
 
     python benchmarks/structured.py FOLDER... [--model v41-nano] [--num-drafts -1 0] [--every 1] [--json]
-    python benchmarks/structured.py --throughput [--rows 64] [--max-tokens 64] [--json]
+    python benchmarks/structured.py --throughput [--scheduled] [--rows 64] [--max-tokens 64] [--json]
 
 A folder holds files of the JSON Schema Test Suite (.json: lists of groups with a `schema`), or of JSONSchemaBench
 (.jsonl: a line a `schema`). At temperature 100 a model's logits are as good as random; the model `fake` has none, and
@@ -104,7 +104,8 @@ def judge(case: Case, done: Completion) -> Verdict:
 
 
 def open_engine(options: argparse.Namespace, num_drafts: int) -> Engine:
-    return Engine(options.model, num_drafts=num_drafts, **(FAKE if options.model == "fake" else {}))
+    fake = FAKE if options.model == "fake" else {}
+    return Engine(options.model, num_drafts=num_drafts, scheduled_drafts=options.scheduled and num_drafts != 0, **fake)
 
 
 def params_of(case: Case, index: int, options: argparse.Namespace) -> SamplingParams:
@@ -248,6 +249,7 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--every", type=int, default=1, help="one schema of so many")
     parser.add_argument("--num-drafts", type=int, nargs="+", default=[-1, 0], help="settings of the engine")
+    parser.add_argument("--scheduled", action="store_true", help="verify as many drafts as pay off, and not all")
     parser.add_argument("--throughput", action="store_true")
     parser.add_argument("--rows", type=int, default=64, help="requests at once")
     parser.add_argument("--rounds", type=int, default=3)
