@@ -215,17 +215,17 @@ def test_a_server_that_is_started_anew_has_lost_the_stream(programs: Programs, h
 
 
 def test_a_server_that_goes_away_says_by_when(programs: Programs, home: Path) -> None:
-    server = start_server(home, "--drain-s", "20")
+    server = start_server(home, "--drain-s", "60")
     try:
-        command = [*programs.probe, server.url, PROMPT, "1500"]
+        command = [*programs.probe, server.url, PROMPT, "500"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             first = [process.stdout.readline() for _ in range(50)]
             server.process.send_signal(signal.SIGTERM)
             rest, _ = process.communicate(timeout=TIMEOUT_S)
         told = read("".join(first) + rest)
-        assert len(told.tokens()) == 1500 and told.end[:2] == ["finish", "length"]
-        assert told.deadline_ms is not None and 5_000 < told.deadline_ms < 20_000
+        assert len(told.tokens()) == 500 and told.end[:2] == ["finish", "length"]
+        assert told.deadline_ms is not None and 0 < told.deadline_ms < 60_000
     finally:
         stop_server(server.process)
 
