@@ -21,20 +21,13 @@ from doubles.deepseek_sequences import DRAFTING, EXACT, Sequences, random_tokens
 from doubles.driver import Driver
 from doubles.tiny_deepseek import tiny_v4, tiny_v41
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCAB: Final = 512
 WINDOW: Final = 16
 PLAIN: Final = DRAFTING._replace(quantizes_activations=False, quantizes_caches=False)
 FAMILIES: Final = {"v4.1": (tiny_v41, PLAIN, 256), "v4": (tiny_v4, PLAIN._replace(block_size=128), 384)}
 LONGEST_ROW: Final = 6
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Products this small are done before a second thread has woken up."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -31,6 +31,7 @@ from deepinfer_workers.models.deepseek.engram_hash import (
     layer_hashes,
     ngrams,
 )
+from deepinfer_workers.models.deepseek.engram_layers import step_ngrams
 from deepinfer_workers.models.deepseek.engram_resident import ResidentTable
 from deepinfer_workers.models.deepseek.engram_table import EngramTable
 from deepinfer_workers.models.model import Step
@@ -270,7 +271,10 @@ def test_a_resident_table_gives_what_a_stored_one_does(case: Case, is_quantized:
         packed = PackedRows(np.ones(61, np.int64), torch.from_numpy(slots), torch.from_numpy(positions), tables)
         nothing = torch.zeros(61, dtype=torch.int64)
         step = Step(nothing, nothing, packed, torch.from_numpy(known), None)
-        assert torch.equal(table.embeddings(step), EngramTable(codes, scales).fetch(rows).dequantize())
+        assert torch.equal(
+            table.embeddings(step_ngrams(step, case.config.max_ngram)),
+            EngramTable(codes, scales).fetch(rows).dequantize(),
+        )
 
 
 def test_no_positions_have_no_rows() -> None:

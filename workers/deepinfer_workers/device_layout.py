@@ -46,10 +46,6 @@ class DeviceLayout(NamedTuple):
         found[1, : len(self.owners)] = self.offsets
         return found
 
-    def backs(self) -> Tensor:
-        """[P]: how far behind each its row ends."""
-        return self.counts[self.owners] - self.offsets
-
     def padded(self, width: int) -> Tensor:
         """[R, width]: the first positions of every row; behind its last, the last again."""
         places = torch.arange(width, device=self.counts.device)

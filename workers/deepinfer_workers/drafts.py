@@ -88,14 +88,14 @@ class DraftState:
         self._drafts = Drafts(self._tokens, self._drawn_from, log_sums)
         self._plain = None if draw is None else PlainDrafts(self._drafts, self._survivals, sampling, draw)
 
-    def prepare(self, drafter: Drafter, null_slot: int, *, in_graphs: bool) -> None:
+    def prepare(self, drafter: Drafter, *, in_graphs: bool) -> None:
         """Compile what judges plain rows at once, and capture what drafts them, before somebody waits."""
         if self._verify is not None:
             zero, one = np.zeros(1, np.int64), np.ones(1, np.int64)
-            nothing = VerifyRows(np.array([null_slot]), zero, self._tokens[:1, 0], one)
+            nothing = VerifyRows(np.array([len(self._tokens) - 1]), zero, self._tokens[:1, 0], one)
             self._verify_plain(self._verify, self._drawn_from[0, :1], nothing, _Layout.of(zero), zero)
         if in_graphs and self._plain is not None and drafter.hidden_flat is not None:
-            self._plain.capture(drafter, drafter.hidden_flat, null_slot)
+            self._plain.capture(drafter, drafter.hidden_flat)
 
     def propose(self, drafter: Drafter, slots: Ints, anchors: Tensor, tokens: Tensor, num_drafts: int) -> Tensor:
         """Draft behind `tokens` [R], which stand at `anchors` [R]: survivals [R, num_drafts] float32."""
@@ -108,9 +108,14 @@ class DraftState:
             self._propose_some(drafter, hidden, slots, anchors, tokens, num_drafts)
         elif others.size:
             index = to_device(others, anchors.device)
-            some = (tensor.index_select(0, index) for tensor in (hidden, anchors, tokens))
-            of_hidden, of_anchors, of_tokens = some
-            self._propose_some(drafter, of_hidden, slots[others], of_anchors, of_tokens, num_drafts)
+            self._propose_some(
+                drafter,
+                hidden.index_select(0, index),
+                slots[others],
+                anchors.index_select(0, index),
+                tokens.index_select(0, index),
+                num_drafts,
+            )
         return self._survivals[to_device(slots, anchors.device), :num_drafts]
 
     def _propose_some(
@@ -149,12 +154,9 @@ class DraftState:
 
     def lengths(self, slots: Ints, most: Ints, budget: int) -> Ints:
         """How many drafts each verifies, at most `most` [R] and `budget` together: those of the best survivals."""
-        survivals = self.survivals(slots).cpu().numpy()
-        is_there = np.arange(self.longest) < most[:, None]
-        # What is no number is as good as never accepted: else it would be sorted behind what is not there.
-        keys = np.where(is_there, np.nan_to_num(survivals, nan=0.0), -1.0).T.ravel()  # earlier places, then rows
-        best = np.argsort(-keys, kind="stable")[: min(budget, int(most.sum()))]
-        return np.bincount(best % len(slots), minlength=len(slots)).astype(np.int64)
+        found = best_lengths(self.survivals(slots).cpu(), torch.from_numpy(most), min(budget, int(most.sum())))
+        lengths: Ints = found.numpy()
+        return lengths
 
     @property
     def are_judged_at_once(self) -> bool:

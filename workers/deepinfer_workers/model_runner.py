@@ -342,7 +342,7 @@ class ModelRunner:
         if lengths:
             self._graphs = GraphLadder(shapes(self._limits.ladder, lengths), self._run_flat, null_slot, device)
         if self._drafts is not None and self._model.drafter is not None:
-            self._drafts.prepare(self._model.drafter, null_slot, in_graphs=bool(lengths))
+            self._drafts.prepare(self._model.drafter, in_graphs=bool(lengths))
         self._clock = QueueClock(device)
 
     def _run_flat(self, positions: Tensor, most_positions: int) -> Tensor:

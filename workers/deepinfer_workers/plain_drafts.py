@@ -35,10 +35,11 @@ class PlainDrafts:
         """`survivals` [N, K] float32."""
         self._drafts, self._survivals = drafts, survivals
         self._sampling, self._draw = sampling, draw
+        self._null_slot = len(survivals) - 1
         self._graphs: GraphLadder | None = None
 
-    def capture(self, drafter: Drafter, hidden_flat: HiddenFlat, null_slot: int) -> None:
-        """The drafter's stages and all draws in graphs, for up to as many rows as slots come before `null_slot`."""
+    def capture(self, drafter: Drafter, hidden_flat: HiddenFlat) -> None:
+        """The drafter's stages and all draws in graphs, for up to as many rows as slots come before the null slot."""
         longest = self._drafts.tokens.shape[1]
 
         def forward(columns: Tensor, _: int) -> Tensor:
@@ -47,8 +48,9 @@ class PlainDrafts:
             self._propose(drafter, hidden, slots, anchors, tokens, longest)
             return hidden
 
-        self._sizes = ladder(null_slot)
-        self._graphs = GraphLadder(shapes(self._sizes, (1,)), forward, null_slot, self._survivals.device, num_columns=3)
+        device = self._survivals.device
+        self._sizes = ladder(self._null_slot)
+        self._graphs = GraphLadder(shapes(self._sizes, (1,)), forward, self._null_slot, device, num_columns=3)
 
     def propose(self, drafter: Drafter, slots: Ints, anchors: Tensor, tokens: Tensor, num_drafts: int) -> Tensor:
         """Drafts behind `tokens` [R] at `anchors` [R], `num_drafts` at least: the hidden states that they come from.
@@ -65,7 +67,7 @@ class PlainDrafts:
         size = self._sizes[bisect_left(self._sizes, num_rows)]
         if size > num_rows:  # what is behind the rows that were asked for belongs to the null slot
             padding = columns.new_zeros(3, size - num_rows)
-            padding[0] = len(self._survivals) - 1
+            padding[0] = self._null_slot
             columns = torch.cat((columns, padding), 1)
         return self._graphs.replay(Shape(size, 1), columns)[:num_rows]
 

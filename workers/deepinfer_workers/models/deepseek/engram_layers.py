@@ -8,9 +8,8 @@ Legend: `T` positions of a step, padded; `N` longest n-gram; `E` width of what a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +23,8 @@ from deepinfer_workers.models.deepseek.engram_resident import ResidentTable, fit
 from deepinfer_workers.models.deepseek.engram_table import EngramTable
 from deepinfer_workers.models.deepseek.weights import DeepseekWeights
 from deepinfer_workers.models.model import Step
+
+_EVERY: Final = slice(None)
 
 
 class Added(NamedTuple):
@@ -89,7 +90,7 @@ class EngramLayers:
     def embeddings(self, step: Step, num_positions: int) -> dict[int, Added]:
         """By layer, of the step's first `num_positions`, which are no padding."""
         if self._resident:
-            return self._added([table.embeddings(step)[:num_positions] for table in self._resident])
+            return self._added([values[:num_positions] for values in self._of_tables(step)])
         return self._added([values[:num_positions].to(self._device) for values in self._fetch(step)])
 
     def stage(self, step: Step) -> None:
@@ -105,7 +106,7 @@ class EngramLayers:
         Of tables on the host what was last staged of this many positions, always in the same place.
         """
         if self._resident:
-            return self._added([table.embeddings(step) for table in self._resident])
+            return self._added(self._of_tables(step))
         return self._added(self._room(len(step.tokens)))
 
     def _room(self, num_positions: int) -> list[Tensor]:
@@ -128,15 +129,22 @@ class EngramLayers:
         assert isinstance(step.prefetched, EngramPrefetch)
         prefetched = step.prefetched
         prefetched.settle(step.rows.counts, len(step.tokens))
-        return [rows.dequantize() for rows in prefetched.take(self._ngrams(step, prefetched.missing))]
+        missing = torch.from_numpy(prefetched.missing).to(step.tokens.device)
+        ngrams = step_ngrams(step, self._config.max_ngram, missing).cpu().numpy()
+        return [rows.dequantize() for rows in prefetched.take(ngrams)]
 
-    def _ngrams(self, step: Step, places: Ints) -> Ints:
-        """The tokens at `places` [M] and those before them, newest first: [M, N]."""
-        at = torch.from_numpy(places).to(step.tokens.device)
-        before = torch.arange(self._config.max_ngram, device=step.tokens.device)
-        positions = step.rows.positions[at][:, None] - before
-        tokens = step.known[step.rows.slots[at][:, None], positions.clamp(min=0)].long()
-        return np.asarray(torch.where(positions < 0, NO_TOKEN, tokens).cpu().numpy())
+    def _of_tables(self, step: Step) -> list[Tensor]:
+        """Of each layer, on the device and from there: [T, E]."""
+        ngrams = step_ngrams(step, self._config.max_ngram)
+        return [table.embeddings(ngrams) for table in self._resident]
+
+
+def step_ngrams(step: Step, max_ngram: int, places: Tensor | slice = _EVERY) -> Tensor:
+    """The tokens at `places` [M] of the step and those before them, newest first: [M, N], on the device."""
+    before = torch.arange(max_ngram, device=step.tokens.device)
+    positions = step.rows.positions[places][:, None] - before
+    tokens = step.known[step.rows.slots[places][:, None], positions.clamp(min=0)].long()
+    return torch.where(positions < 0, NO_TOKEN, tokens)
 
 
 def _table(weights: DeepseekWeights, name: str) -> tuple[Tensor, Tensor | None]:

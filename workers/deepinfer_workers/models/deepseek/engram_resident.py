@@ -12,7 +12,6 @@ from torch import Tensor
 
 from deepinfer_workers.models.deepseek.engram_hash import NO_TOKEN, EngramHash
 from deepinfer_workers.models.deepseek.engram_table import EngramRows
-from deepinfer_workers.models.model import Step
 
 MOST_SHARE: Final = 1 / 16
 """Of a device's memory, for all tables together."""
@@ -41,9 +40,9 @@ class ResidentTable:
         )
         self._pad = int(hash_.pad)
 
-    def embeddings(self, step: Step) -> Tensor:
-        """Of all positions of the step, padding included: [T, R * D] float32."""
-        rows = self.rows(self._ngrams(step))
+    def embeddings(self, tokens: Tensor) -> Tensor:
+        """Of the n-grams `tokens` [T, N], newest first: [T, R * D] float32."""
+        rows = self.rows(tokens)
         return self._values.index_select(0, rows.flatten()).float().view(len(rows), -1)
 
     def rows(self, tokens: Tensor) -> Tensor:
@@ -55,13 +54,6 @@ class ResidentTable:
             mixed[:, column] ^= mixed[:, column - 1]
         buckets = mixed[:, 1:, None] % self._primes  # [T, N - 1, heads]
         return buckets.flatten(1) + self._offsets
-
-    def _ngrams(self, step: Step) -> Tensor:
-        """The token of each position and those before it, newest first: [T, N]."""
-        before = torch.arange(len(self._multipliers), device=step.tokens.device)
-        positions = step.rows.positions[:, None] - before
-        tokens = step.known[step.rows.slots[:, None], positions.clamp(min=0)].long()
-        return torch.where(positions < 0, NO_TOKEN, tokens)
 
 
 def _values(codes: Tensor, scales: Tensor | None, part: Tensor) -> Tensor:
