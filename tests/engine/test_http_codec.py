@@ -17,7 +17,7 @@ from deepinfer.grammar import MAX_GRAMMAR_BYTES
 from deepinfer.http.codec import CHAT, MESSAGES, RESPONSES, Api, Codec
 from deepinfer.http.exchange import ConversationExchange, Usage
 from deepinfer.http.fault import HttpFault
-from deepinfer.http.fields import check_values
+from deepinfer.http.fields import check_values, decode_fields, decode_object
 from deepinfer.stream import TokenChunk
 from doubles.deepseek import v4_tokenizer, write_v41_tokenizer
 from doubles.recipe_record import CASES, NAMES, SHORTENED, body_of, check_options, limit_of
@@ -142,6 +142,24 @@ def test_a_refusal_names_the_field_that_the_recipe_does_not(name: str, field: st
     with pytest.raises(HttpFault) as caught:
         codec.ask(CHAT, body_of(CASES[name]))
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("name", [*OURS, *READ])
+def test_beneath_what_is_ours_the_record_holds(name: str, codec: Codec) -> None:
+    """A body as it came, without what is done about the recipe's gaps, on the same path."""
+    case, body = CASES[name], body_of(CASES[name])
+    api = APIS[case["protocol"]]
+    fields, raw = decode_fields(body, api.fields), decode_object(body)
+    if name in OURS:
+        with pytest.raises(codec._refusals) as caught:
+            codec._convert(api, fields, raw)
+        assert str(caught.value) == case["error"]["message"]
+        return
+    request = codec._convert(api, fields, raw).request
+    ids = codec.encode(request)
+    assert ids == case["token_ids"]
+    assert codec.max_tokens(request, len(ids)) == case["max_tokens_resolved"]
+    check_options(request, case)
 
 
 def test_a_developer_is_a_system(codec: Codec) -> None:
