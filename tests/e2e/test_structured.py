@@ -121,6 +121,20 @@ async def test_outputs_validate_and_are_the_same_alone_in_company_and_after_givi
     assert [completion.token_ids for completion in others] == tokens and num_preempted > 0
 
 
+@pytest.mark.gpu
+@pytest.mark.asyncio(loop_factories=["uvloop"])
+@pytest.mark.parametrize("settings", [{}, {"scheduled_drafts": True}, {"num_drafts": 0}, {"cuda_graphs": False}])
+async def test_outputs_validate_on_a_gpu(settings: dict[str, Any], no_tasks_left: None) -> None:
+    """Rows with masks and without in one step; its twin on a CPU is the test before."""
+    batch = [(asked, seed) for seed in range(8) for asked in ASKED]
+    done, _ = await answers(batch, accelerator="nvidia", **settings)
+    for (asked, _), completion in zip(batch, done, strict=False):
+        assert completion.finish_reason == "stop", (asked, completion.text)
+        check(asked, completion.text)
+    if settings.get("num_drafts", -1):
+        assert sum(completion.drafts.num_accepted for completion in done[: len(batch)]) > 0
+
+
 async def test_where_the_model_thinks_the_grammar_begins_with_the_answer() -> None:
     async with Engine(NAME) as engine:
         for seed in range(3):
