@@ -32,6 +32,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def collected() -> None:
+    """Nor what the modules before this one have left in caches: a look costs what is looked at, a thousand times."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """A run without the weights must not look like a run with them."""
     skipped = [

@@ -86,16 +86,17 @@ def least_stall_s(served: Served, requests: Sequence[Hostile]) -> float:
 # ---- the watch itself
 
 
-def test_the_watch_sees_a_callback_that_computes(served: Served) -> None:
-    asyncio.run(worst_s(served))
-    asyncio.run(served.get("/stall/0.05"))
-    assert asyncio.run(worst_s(served)) > 0.04
-
-
-def test_the_watch_sees_a_thread_that_holds_the_interpreter(served: Served) -> None:
-    asyncio.run(worst_s(served))
-    asyncio.run(served.get("/hold/0.05"))
-    assert asyncio.run(worst_s(served)) > 0.04
+@pytest.mark.parametrize("how", ["stall", "hold"])
+def test_the_watch_sees_a_callback_that_computes_and_a_thread_that_holds_the_interpreter(
+    how: str, served: Served
+) -> None:
+    """In one of a few tries: what else the machine does may hide some."""
+    for _ in range(TRIES):
+        asyncio.run(worst_s(served))
+        asyncio.run(served.get(f"/{how}/0.05"))
+        if asyncio.run(worst_s(served)) > 0.04:
+            return
+    pytest.fail("nothing was seen")
 
 
 # ---- one kind of input at a time

@@ -103,6 +103,7 @@ async def answers(batch: list[tuple[dict[str, Any], int]], **settings: Any) -> t
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.asyncio(loop_factories=["uvloop"])
 async def test_outputs_validate_and_are_the_same_alone_in_company_and_after_giving_way(no_tasks_left: None) -> None:
     batch = [(asked, 1) for asked in ASKED] + [({"json_schema": PERSON}, 2), ({"regex": REGEX, "temperature": 0.0}, 3)]
     together, _ = await answers(batch)

@@ -63,6 +63,7 @@ int main(int argc, char **argv) {
   request.sampling.temperature = number(argc, argv, "temperature", 0);
   int64_t cancel_after = (int64_t)number(argc, argv, "cancel_after", 1e18), num_read = 0;
   int delay_ms = (int)number(argc, argv, "delay_ms", 0);
+  int32_t deadline_ms = -1;
 
   di_client *client = NULL;
   di_stream *stream = NULL;
@@ -74,13 +75,14 @@ int main(int argc, char **argv) {
   while (status == DI_OK && (status = di_next(stream, -1, &chunk)) == DI_OK) {
     print_chunk(&chunk);
     num_read += (int64_t)chunk.num_tokens;
+    int32_t left_ms = di_client_deadline_ms(client);
+    if (left_ms > deadline_ms) deadline_ms = left_ms;
     if (num_read >= cancel_after) di_cancel(stream);
     if (delay_ms > 0) di_poll(client, delay_ms);
   }
   if (stream != NULL) summary = di_stream_summary(stream);
   print_end(status, stream == NULL ? &error : di_stream_error(stream), &summary);
   printf("reconnects %d\n", client == NULL ? 0 : di_client_reconnects(client));
-  int32_t deadline_ms = client == NULL ? -1 : di_client_deadline_ms(client);
   if (deadline_ms < 0) printf("deadline -\n");
   else printf("deadline %d\n", deadline_ms);
   di_stream_free(stream);

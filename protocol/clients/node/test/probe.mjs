@@ -4,7 +4,7 @@
 //   server_key=K public_key=K secret_key=K  timeout_ms=N  give_up_ms=N
 //
 // Lines: `delta SAMPLE INDEX IDS REASON`, then `finish REASON PROMPT GENERATED` or `error CODE FIELD`, at the end
-// `reconnects N` and `deadline MS` (`-`: the server does not go away). The same as of the C client's probe.
+// `reconnects N` and `deadline MS`, the most that a chunk came with (`-`: none). The same as of the C client's probe.
 
 import { ConnectionLost, ServerError, connect } from '../dist/index.js';
 
@@ -14,6 +14,7 @@ const number = (name, fallback) => (given[name] === undefined ? fallback : Numbe
 const sleep = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
 let client;
+let deadlineMs = -1;
 try {
   client = await connect(url, {
     token: given.token ?? '',
@@ -33,6 +34,7 @@ try {
   });
   for await (const chunk of stream) {
     console.log(`delta ${chunk.sample} ${chunk.index} ${chunk.token_ids.join(',') || '-'} ${chunk.reason ?? '-'}`);
+    deadlineMs = Math.max(deadlineMs, client.deadlineMs ?? -1);
     if (stream.numRead >= number('cancel_after', Infinity)) stream.cancel();
     if (given.delay_ms) await sleep(number('delay_ms'));
   }
@@ -44,5 +46,5 @@ try {
   else throw error;
 }
 console.log(`reconnects ${client?.numReconnects ?? 0}`);
-console.log(`deadline ${client?.deadlineMs?.toFixed(0) ?? '-'}`);
+console.log(`deadline ${deadlineMs < 0 ? '-' : deadlineMs.toFixed(0)}`);
 client?.close();
