@@ -48,7 +48,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=1024,
-            description="CPU threads of each worker's device; 0: one for a small DeepSeek, else the library's choice.",
+            description="CPU threads of each worker's device; 0: one for a small DeepSeek, else its share of all.",
         ),
     ] = 0
     max_model_len: Annotated[

@@ -373,7 +373,7 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     max_batch_positions: Annotated[int, Meta(ge=1, le=INT32_MAX)]
     batch_invariant: bool
     num_threads: Count
-    """CPU threads of the device; 0 leaves it to the library."""
+    """CPU threads of the device; 0 leaves it to the worker."""
     fake_step_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 0.0
     """Fake runner only: how long a step takes."""
     fake_vocab_size: Annotated[int, Meta(ge=2, le=INT32_MAX)] = 32_000

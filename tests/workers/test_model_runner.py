@@ -40,6 +40,17 @@ def random_tokens(count: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(TINY.vocab), k=count)
 
 
+def test_workers_of_one_machine_share_its_threads(folder: Path) -> None:
+    """More threads than cores wait for each other at every product."""
+    before = torch.get_num_threads()
+    for num_ranks, chosen, expected in ((1, 0, 6), (2, 0, 3), (4, 0, 1), (8, 0, 1), (2, 5, 5)):
+        torch.set_num_threads(6)
+        driver = Driver(folder, num_ranks=num_ranks, num_threads=chosen)
+        assert f" {expected} threads" in driver.ready.device
+        driver.close()
+    torch.set_num_threads(before)
+
+
 def trace(output: StepOutput) -> tuple[bytes, bytes, bytes]:
     """Everything of a step that a row's logits decide, to the bit."""
     return output.tokens, output.logprob_ids, output.logprobs

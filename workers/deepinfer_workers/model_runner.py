@@ -413,9 +413,8 @@ class ModelRunner:
     def _load(self, report: Callable[[int, int], None]) -> Ready:
         config = self._config
         checkpoint = open_checkpoint(Path(config.model), config.load_format)
-        num_threads = config.num_threads or num_threads_for(checkpoint)
-        if num_threads:
-            torch.set_num_threads(num_threads)
+        share = max(torch.get_num_threads() // config.num_ranks, 1)  # the other workers compute beside this one
+        torch.set_num_threads(config.num_threads or num_threads_for(checkpoint) or share)
         try:
             ops = select_ops(
                 config.accelerator, batch_invariant=config.batch_invariant, dtype=config.dtype, rank=config.rank

@@ -69,6 +69,6 @@ def load_model(checkpoint: Checkpoint, ops: Ops, options: ModelOptions, report: 
 
 
 def num_threads_for(checkpoint: Checkpoint) -> int:
-    """CPU threads, where nobody has chosen; 0: the library's choice. Raises `WorkerFault`."""
+    """CPU threads, where nobody has chosen; 0: as many as there are. Raises `WorkerFault`."""
     is_deepseek = MODELS.get(checkpoint.architecture) is load_deepseek
     return loading.num_threads_for(checkpoint) if is_deepseek else 0

@@ -57,7 +57,7 @@ def check_drafts(num_drafts: int, config: DeepseekConfig) -> int:
 
 
 def num_threads_for(checkpoint: Checkpoint) -> int:
-    """CPU threads that such a model is fastest with; 0: the library's choice. Raises `WorkerFault`.
+    """CPU threads that such a model is fastest with; 0: as many as there are. Raises `WorkerFault`.
 
     A step of a small one is thousands of products, each done before a second thread has woken up: where anything else
     wants that thread's core, they wait for it thousands of times.
