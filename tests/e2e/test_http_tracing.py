@@ -154,13 +154,24 @@ async def test_it_belongs_to_what_its_header_says(served: Served, exporter: InMe
         ({**ASKED, "temperature": -1}, 400, "invalid_param"),
         ({**ASKED, "model": "w5"}, 404, "model_not_found"),
         (b"{w5", 400, "invalid_json"),
-        ({**ASKED, "max_tokens": 10_000, "ignore_eos": True}, 504, "timeout"),
-        ({**ASKED, "max_tokens": 10_000, "ignore_eos": True, "stream": True}, 200, "timeout"),
     ],
 )
 async def test_what_went_wrong_is_named(
     body: Any, status: int, error: str, served: Served, exporter: InMemorySpanExporter
 ) -> None:
+    await check_error(served, exporter, body, status, error)
+
+
+@pytest.mark.asyncio(loop_factories=["uvloop"])
+@pytest.mark.parametrize(("is_stream", "status"), [(False, 504), (True, 200)])
+async def test_a_time_that_is_over_is_named(
+    is_stream: bool, status: int, served: Served, exporter: InMemorySpanExporter
+) -> None:
+    endless = {**ASKED, "max_tokens": 10_000, "ignore_eos": True, "stream": is_stream}
+    await check_error(served, exporter, endless, status, "timeout")
+
+
+async def check_error(served: Served, exporter: InMemorySpanExporter, body: Any, status: int, error: str) -> None:
     await served.post("/v1/completions", body)
     [span] = await spans(exporter)
     found = dict(span.attributes or {})
