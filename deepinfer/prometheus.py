@@ -66,11 +66,24 @@ class HandlerCollector(Collector):
         return _families(_HANDLER, [([handler], snapshot) for handler, snapshot in self._snapshots.items()])
 
 
-def exposition(*engines: Measured, handlers: Mapping[str, Snapshot] | None = None) -> bytes:
-    """All metrics of `engines`, and of the `handlers` of a server, as a scrape of `CONTENT_TYPE` gets them."""
+class SnapshotCollector(Collector):
+    """Metrics without labels but their own."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterator[Family]:
+        return _families((), [([], self._snapshot)])
+
+
+def exposition(
+    *engines: Measured, handlers: Mapping[str, Snapshot] | None = None, others: Snapshot | None = None
+) -> bytes:
+    """Metrics of `engines`, of the `handlers` of a server, and `others`, as a scrape of `CONTENT_TYPE` gets them."""
     registry = CollectorRegistry()
     registry.register(EngineCollector(*engines))
     registry.register(HandlerCollector(handlers or {}))
+    registry.register(SnapshotCollector(others or {}))
     return generate_latest(registry)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -19,6 +19,7 @@ from deepinfer.errors import ConfigError
 from deepinfer.http import HttpConfig, http_app
 from deepinfer.http.connection import uvicorn_settings
 from deepinfer.loopback import is_loopback
+from deepinfer.metrics import Metric
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
@@ -70,12 +71,13 @@ class HttpServer:
         config: HttpConfig,
         *,
         tracer_provider: TracerProvider | None = None,
+        more_metrics: Callable[[], Mapping[str, Metric]] = dict,
     ) -> None:
-        """`listener` is bound, and closed at the end."""
+        """`listener` is bound, and closed at the end. The rest is as `http_app` has it."""
         host, port = listener.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._listener = listener
-        app = http_app(engine, config, tracer_provider=tracer_provider)
+        app = http_app(engine, config, tracer_provider=tracer_provider, more_metrics=more_metrics)
         self._server = _Server(uvicorn.Config(app, **uvicorn_settings(config)))
 
     async def __aenter__(self) -> Self:

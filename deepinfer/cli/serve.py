@@ -39,7 +39,8 @@ class Door(Protocol):
         """Take nothing new; return when what is open has ended, after `deadline_s` at the latest."""
 
 
-MakeDoor = Callable[[Engine], Door]
+MakeWire = Callable[[Engine], WireServer]
+MakeHttp = Callable[[Engine, WireServer], Door]
 
 
 def serve(
@@ -74,21 +75,21 @@ def serve(
 ) -> None:
     """Serve a model to clients in any language (docs/wire.md) and, with --http, to HTTP clients (docs/http.md)."""
     with in_words("serve"), ExitStack() as stack:
-        make_doors = [_wire(listen, key, clients, token_file)]
+        make_wire, make_http = _wire(listen, key, clients, token_file), None
         if http is not None:
-            make_doors.append(_http(stack, http, tuple(served_name or ()), api_keys, traces))
+            make_http = _http(stack, http, tuple(served_name or ()), api_keys, traces)
         elif served_name or api_keys is not None or traces is not None:
             raise ConfigError("http", "--served-name, --api-keys and --traces are for --http HOST:PORT")
         if log:
             logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
             logging.getLogger("uvicorn").setLevel(logging.WARNING)
-        run_async(_serve(model, engine_settings(settings), make_doors, drain_s))
+        run_async(_serve(model, engine_settings(settings), make_wire, make_http, drain_s))
 
 
 # ---- what can be said of the doors before a model is loaded, which takes its time
 
 
-def _wire(listen: str | None, key: Path | None, clients: Path | None, token_file: Path | None) -> MakeDoor:
+def _wire(listen: str | None, key: Path | None, clients: Path | None, token_file: Path | None) -> MakeWire:
     keys = _keys(key, clients)
     if listen is not None:
         check_listen(listen, has_keys=keys is not None)
@@ -106,7 +107,7 @@ def _keys(key: Path | None, clients: Path | None) -> ServerKeys | None:
 
 def _http(
     stack: ExitStack, address: str, served_names: tuple[str, ...], api_keys: Path | None, traces: str | None
-) -> MakeDoor:
+) -> MakeHttp:
     server = _import_server()
     keys = () if api_keys is None else tuple(_secrets("api_keys", api_keys).split())
     host, port = server.split_address(address)
@@ -115,8 +116,9 @@ def _http(
     provider = None if traces is None else stack.enter_context(_import_traces().exported(traces))
     listener = stack.enter_context(server.bound(host, port))
 
-    def make(engine: Engine) -> Door:
-        door: Door = server.HttpServer(engine, listener, config, tracer_provider=provider)
+    def make(engine: Engine, wire: WireServer) -> Door:
+        options = {"tracer_provider": provider, "more_metrics": wire.metrics}
+        door: Door = server.HttpServer(engine, listener, config, **options)
         return door
 
     return make
@@ -152,7 +154,9 @@ def _import_traces() -> ModuleType:
 # ---- from the start to the end
 
 
-async def _serve(model: str, settings: dict[str, Any], make_doors: list[MakeDoor], drain_s: float) -> None:
+async def _serve(
+    model: str, settings: dict[str, Any], make_wire: MakeWire, make_http: MakeHttp | None, drain_s: float
+) -> None:
     stop, stop_now = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, lambda: (stop_now if stop.is_set() else stop).set())
@@ -162,7 +166,8 @@ async def _serve(model: str, settings: dict[str, Any], make_doors: list[MakeDoor
             return
         await engine.prepare_grammars()  # before anybody could wait for it
         favour_the_loop()
-        doors = [make(engine) for make in make_doors]
+        wire = make_wire(engine)
+        doors: list[Door] = [wire] if make_http is None else [wire, make_http(engine, wire)]
         for door in doors:
             await stack.enter_async_context(door)
             print(f"listening on {door.url}", flush=True)

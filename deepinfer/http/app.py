@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -38,6 +38,7 @@ from deepinfer.http.note import Asked, Note
 from deepinfer.http.page import figures, page_endpoints
 from deepinfer.http.threads import BodyThreads
 from deepinfer.intake import Prompt
+from deepinfer.metrics import Metric
 from deepinfer.stream import TokenStream
 from deepinfer.text import TextPipeline
 from deepinfer_protocol import SamplingParams
@@ -52,14 +53,19 @@ PROMPTS_A_TURN: Final = 4
 
 
 def http_app(
-    engine: Engine, config: HttpConfig | None = None, *, tracer_provider: TracerProvider | None = None
+    engine: Engine,
+    config: HttpConfig | None = None,
+    *,
+    tracer_provider: TracerProvider | None = None,
+    more_metrics: Callable[[], Mapping[str, Metric]] = dict,
 ) -> Starlette:
     """An app over `engine`, which is open and runs on the loop that the app will run on, or on its own thread.
 
-    With OpenTelemetry's `tracer_provider` every POST becomes a span of it; that needs the `tracing` extra.
+    With OpenTelemetry's `tracer_provider` every POST becomes a span of it; that needs the `tracing` extra. `/metrics`
+    has what `more_metrics` returns, too: a `WireServer`'s, for one.
     Raises `EngineClosed` for an engine that is not open, `ModelError` where deepseek-recipe is not installed.
     """
-    return _Server(engine, config or HttpConfig()).app(_spans(tracer_provider))
+    return _Server(engine, config or HttpConfig(), more_metrics).app(_spans(tracer_provider))
 
 
 def _spans(provider: TracerProvider | None) -> Spans | None:
@@ -73,9 +79,10 @@ def _spans(provider: TracerProvider | None) -> Spans | None:
 class _Server:
     """The endpoints."""
 
-    def __init__(self, engine: Engine, config: HttpConfig) -> None:
+    def __init__(self, engine: Engine, config: HttpConfig, more_metrics: Callable[[], Mapping[str, Metric]]) -> None:
         self._engine = engine
         self._config = config
+        self._more_metrics = more_metrics
         self._names = config.served_names or (served_name(engine.config.model),)
         self._codec = Codec(engine.text, engine.limits, self._names)
         self._bodies = BodyReader(config)
@@ -240,7 +247,7 @@ class _Server:
             from deepinfer.prometheus import CONTENT_TYPE, exposition
         except ImportError:
             raise HttpFault(501, "no_metrics", "metrics need prometheus-client: the `metrics` extra") from None
-        body = exposition(self._engine, handlers=self._metrics.snapshots())
+        body = exposition(self._engine, handlers=self._metrics.snapshots(), others=self._more_metrics())
         return Response(body, headers={"content-type": CONTENT_TYPE})
 
 

@@ -21,6 +21,7 @@ import zmq
 
 from deepinfer.engine import Engine
 from deepinfer.errors import ConfigError, DeepInferError
+from deepinfer.metrics import Metric
 from deepinfer.runtime_dir import RuntimeDir
 from deepinfer.stream import TokenStream
 from deepinfer.wire.address import check_listen
@@ -167,6 +168,15 @@ class WireServer:
     def num_refused(self) -> int:
         """Frames that were no messages."""
         return self._session.num_refused
+
+    def metrics(self) -> dict[str, Metric]:
+        """What there is and was of it, by name, as `Engine.metrics` has the engine's."""
+        found = (
+            Metric("wire_connections", "gauge", "Clients of the wire that are connected.", {"": self.num_connections}),
+            Metric("wire_streams", "gauge", "Streams of the wire that have not ended.", {"": self.num_open}),
+            Metric("wire_errors", "counter", "ERROR and REJECT said.", dict(self._session.num_errors), "code"),
+        )
+        return {each.name: each for each in found}
 
     # ---- what is told of the engine
 

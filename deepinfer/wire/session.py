@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from math import inf
 from typing import Final, NamedTuple
@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from deepinfer.errors import ConfigError
 from deepinfer.stream import TokenChunk
+from deepinfer.wire.allowance import Allowance
 from deepinfer.wire.deltas import deltas_of
 from deepinfer.wire.refusals import to_wire
 from deepinfer_protocol.client import (
@@ -55,6 +56,10 @@ MAX_ENDED: Final = 1024
 MAX_RESENT_AT_ONCE: Final = 64
 """Frames that are sent again before others have their turn."""
 RETRY_AFTER_MS: Final = 1000
+WRONG_TOKENS: Final = 20
+"""Whoever guesses has so many tries at once, all clients together,"""
+WRONG_TOKENS_A_SECOND: Final = 2.0
+"""and so many a second; meanwhile no token is looked at."""
 
 
 class Send(NamedTuple):
@@ -256,8 +261,11 @@ class ServerSession:
         self._actions: list[Action] = []
         self._deadline_s = inf  # of the drain
         self._is_draining = False
+        self._guesses = Allowance(WRONG_TOKENS, WRONG_TOKENS_A_SECOND)
         self.num_refused = 0
         """Frames that were no messages."""
+        self.num_errors = Counter[str]()
+        """What ERROR and REJECT were said, by their names."""
 
     def take_actions(self) -> list[Action]:
         """What is due, in order."""
@@ -325,7 +333,10 @@ class ServerSession:
         hello = decode_hello(parts[0])
         if not hello.min_version <= CLIENT_VERSION <= hello.max_version:
             self._reject(connection, ErrorCode.E_VERSION)
+        elif self._settings.token and self._guesses.is_spent(now):
+            self._reject(connection, ErrorCode.E_OVERLOADED, RETRY_AFTER_MS)
         elif not hmac.compare_digest(hello.token.encode(), self._settings.token.encode()):
+            self._guesses.spend()
             self._reject(connection, ErrorCode.E_AUTH)
         elif len(self._sessions) >= MAX_SESSIONS and (user, hello.session) not in self._sessions:
             self._reject(connection, ErrorCode.E_OVERLOADED, RETRY_AFTER_MS)
@@ -555,6 +566,7 @@ class ServerSession:
     def _end(self, key: int, last: Finish | Error, now: float) -> None:
         session, stream = self._by_key.pop(key)
         session.num_open -= 1
+        self._count(last)
         stream.last = encode(last)
         stream.ended_s = now
         self._tell(stream, stream.last, stream.next_seq)
@@ -621,7 +633,12 @@ class ServerSession:
             del self._sessions[session.name]
 
     def _send(self, connection: bytes, message: ServerMessage) -> None:
+        self._count(message)
         self._actions.append(Send(connection, encode(message)))
+
+    def _count(self, message: ServerMessage) -> None:
+        if isinstance(message, Error | Reject):
+            self.num_errors[message.name] += 1
 
 
 def _millis(seconds: float) -> int:

@@ -10,6 +10,7 @@ import re
 import signal
 import socket
 import threading
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -123,6 +124,8 @@ def test_the_client_wire_is_open_beside_it() -> None:
     with serving() as (server, port):
         found = re.search(r"listening on (ipc://\S+)\n", server.written)
         assert found is not None and len(asyncio.run(ask(found[1]))) == 5
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as scrape:
+            assert b"\ndeepinfer:wire_streams 0.0\n" in scrape.read()
         connection, response = begin(port, 100)
         server.process.terminate()
         assert rest_of(response).endswith(b"data: [DONE]\n\n")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final, TypeVar
+from collections import Counter
+from typing import Final, TypeGuard, TypeVar
 
 import msgspec
 import pytest
@@ -11,6 +12,7 @@ from deepinfer import InvalidRequest, TokenChunk, WorkerLost
 from deepinfer.wire.session import (
     MAX_ENDED,
     MAX_SESSIONS,
+    WRONG_TOKENS,
     Abort,
     Action,
     Drop,
@@ -53,8 +55,8 @@ A, B = b"a", b"b"
 class Server:
     """A session, its clock, and what it has said and wanted."""
 
-    def __init__(self) -> None:
-        self.session = ServerSession(WELCOME, SETTINGS, lambda: Load(5, 1, 2))
+    def __init__(self, settings: Settings = SETTINGS) -> None:
+        self.session = ServerSession(WELCOME, settings, lambda: Load(5, 1, 2))
         self.now = 100.0
         self.actions: list[Action] = []
 
@@ -97,8 +99,12 @@ def is_send(action: Action) -> bool:
     return isinstance(action, Send)
 
 
-def hello(session: str = "a-session-of-tests") -> Hello:
-    return Hello(min_version=1, max_version=1, session=session)
+def is_reject(message: ServerMessage) -> TypeGuard[Reject]:
+    return isinstance(message, Reject)
+
+
+def hello(session: str = "a-session-of-tests", token: str = "") -> Hello:
+    return Hello(min_version=1, max_version=1, session=session, token=token)
 
 
 def submit(id: str = "r1", *, credit: int = 100, resumable: bool = False, n: int = 1) -> Submit:
@@ -321,6 +327,32 @@ def test_more_sessions_than_may_be_are_rejected_for_a_while(server: Server) -> N
     assert server.say(B, hello()) == [WELCOME]  # one that is known already
     server.session.lose(b"7", server.now)
     assert server.say(b"c", hello("one-session-too-many")) == [WELCOME]
+
+
+def test_who_guesses_tokens_has_few_tries_and_welcome_sessions_do_not_notice() -> None:
+    server = Server(Settings(token="sesame"))
+    assert isinstance(server.say(A, hello(token="sesame"))[0], Welcome)
+    codes = Counter(
+        reject.name for guess in range(200) for reject in server.say(B, hello(token=str(guess))) if is_reject(reject)
+    )
+    assert codes == {"E_AUTH": WRONG_TOKENS, "E_OVERLOADED": 200 - WRONG_TOKENS} == server.session.num_errors
+    [told] = server.say(B, hello("another-session-of-tests", "sesame"))
+    assert isinstance(told, Reject) and told.retryable and told.retry_after_ms > 0
+    assert isinstance(server.say(A, Ping())[0], Pong)
+    server.now += told.retry_after_ms / 1000
+    assert isinstance(server.say(B, hello("another-session-of-tests", "sesame"))[0], Welcome)
+    server.now += 1e6
+    answers = [server.say(b"c", hello("one-more-session-of-tests", "no")) for _ in range(WRONG_TOKENS + 1)]
+    assert [reject.name for [reject] in answers if is_reject(reject)][-2:] == ["E_AUTH", "E_OVERLOADED"]
+
+
+def test_what_was_refused_is_counted_by_its_code(server: Server) -> None:
+    server.say(A, hello(), submit("r1"), Resume(id="unknown", next=3, limit=10))
+    server.session.receive(A, [b"garbage"], "", server.now)
+    server.session.receive(B, [encode(Ping())], "", server.now)
+    server.session.fail(0, WorkerLost("its worker died"), server.now)
+    expected = {"E_NOT_FOUND": 1, "E_DECODE": 1, "E_HELLO": 1, "E_WORKER_LOST": 1}
+    assert server.session.num_errors == expected
 
 
 def test_after_a_rejection_only_a_hello_is_read(server: Server) -> None:

@@ -167,6 +167,7 @@ async def test_every_bad_vector_gets_its_code_and_the_connection_lives(server: W
         assert isinstance(await finish_of(peer), Finish)
     assert await tokens_of(stream) == wanted(1500)
     assert server.num_refused == len(BAD)
+    assert server.metrics()["wire_errors"].value == len(BAD) and server.metrics()["wire_connections"].value == 2
 
 
 async def test_several_parts_and_a_frame_beyond_the_limit_hurt_only_their_sender(
