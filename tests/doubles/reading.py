@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from deepinfer import SamplingParams, TokenStream
+from deepinfer import Completion, SamplingParams, TokenStream
 from deepinfer_protocol import SlotSampling
 from doubles.oracle import completion
 
@@ -26,3 +26,8 @@ def wanted(num_tokens: int, prompt: Sequence[int] = PROMPT) -> list[int]:
 async def tokens_of(stream: TokenStream) -> list[int]:
     """Everything that a stream of one sample brings."""
     return [token async for chunk in stream for token in chunk.token_ids]
+
+
+def plain(completion: Completion) -> tuple[object, ...]:
+    """What does not depend on the way that it came."""
+    return completion.samples, completion.num_prompt_tokens, completion.num_preemptions

@@ -15,7 +15,6 @@ import pytest
 
 from deepinfer import (
     Client,
-    Completion,
     ConfigError,
     ConnectionLost,
     ConnectionRejected,
@@ -34,15 +33,11 @@ from deepinfer.wire.server import WireServer
 from deepinfer.wire.session import Settings
 from deepinfer.wire.socket import LoopSocket
 from doubles.byte_tokenizer import VOCAB_SIZE, save_byte_tokenizer
-from doubles.reading import PROMPT, greedy, tokens_of, wanted
+from doubles.reading import PROMPT, greedy, plain, tokens_of, wanted
 from wire.conftest import QUICK
 from wire.proxy import Proxy
 
 Settle = Callable[[Engine], Awaitable[None]]
-
-
-def plain(completion: Completion) -> tuple[object, ...]:
-    return completion.samples, completion.num_prompt_tokens, completion.num_preemptions
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from deepinfer.home import OwnThread
 from deepinfer.stream import TokenStream
 from deepinfer.wire.server import WireServer
 from deepinfer.wire.session import Settings
-from doubles.reading import PROMPT, greedy, tokens_of, wanted
+from doubles.reading import PROMPT, greedy, plain, tokens_of, wanted
 
 T = TypeVar("T")
 Run = Callable[[Callable[[], Awaitable[T]]], T]
@@ -101,10 +101,6 @@ def run(request: pytest.FixtureRequest) -> Run[Any]:
         return anyio.run(bounded, **LOOPS[request.param])
 
     return run
-
-
-def plain(completion: Completion) -> tuple[object, ...]:
-    return completion.samples, completion.num_prompt_tokens, completion.num_preemptions
 
 
 # ---- what comes
