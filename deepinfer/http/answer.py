@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
@@ -71,7 +72,7 @@ class Answer(Response):
         has_begun = False
         try:
             while not exchange.is_finished:
-                chunk = await next_within(self._stream, self._config.keep_alive_s)
+                chunk = await next_within(self._stream, max(self._config.keep_alive_s - writer.quiet_s, 0.0))
                 events: list[Event] = []
                 if chunk is not None:
                     events = [] if has_begun else await begin(self._stream, exchange, note)
@@ -193,11 +194,18 @@ class _Writer:
 
     def __init__(self, send: Send) -> None:
         self._send = send
+        self._wrote_s = time.monotonic()
         self.has_begun = False
+
+    @property
+    def quiet_s(self) -> float:
+        """For how long nothing was sent."""
+        return time.monotonic() - self._wrote_s
 
     async def write(self, body: bytes) -> None:
         if not body:
             return
+        self._wrote_s = time.monotonic()
         if not self.has_begun:
             self.has_begun = True
             await self._send({"type": "http.response.start", "status": 200, "headers": list(_EVENT_HEADERS)})

@@ -47,8 +47,6 @@ class Connection(H11Protocol):
         self._limits = limits
         self._head_timer: asyncio.TimerHandle | None = None
         self._rest_timer: asyncio.TimerHandle | None = None
-        self._num_ahead = 0
-        """Bytes that came after the request that is being answered."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -58,37 +56,42 @@ class Connection(H11Protocol):
             self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timers()
+        self._stop_head_timer()
+        self._stop_rest_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.transport.is_closing():
             return
+        if not self._is_lingering():
+            self._stop_rest_timer()
         if self.conn.their_state is h11.IDLE:
             self._await_head()
             return
-        self._stop_timers(rest=False)
+        self._stop_head_timer()
         if self.conn.their_state is h11.DONE and self.conn.our_state is not h11.DONE and self.flow.read_paused:
-            self._read_ahead(len(data))
+            self._read_ahead()
 
-    def _read_ahead(self, num_bytes: int) -> None:
+    def _read_ahead(self) -> None:
         """Go on reading, as only who reads notices that the other side has gone."""
-        self._num_ahead += num_bytes
-        if self._num_ahead > self._limits.max_head_bytes:
+        if len(self.conn.trailing_data[0]) > self._limits.max_head_bytes:
             self.transport.abort()
         else:
             self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
-        self._num_ahead = 0
         super().on_response_complete()
         if self.transport.is_closing():
             return
-        if self.conn.their_state is h11.SEND_BODY:
+        if self._is_lingering():
             self._rest_timer = self.loop.call_later(LINGER_S, self.transport.close)
         elif self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
             self._await_head()
+
+    def _is_lingering(self) -> bool:
+        """The answer is out, and the body of its request goes on."""
+        return self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
 
     def _await_head(self) -> None:
         if self._head_timer is None:
@@ -100,12 +103,15 @@ class Connection(H11Protocol):
         else:
             self.transport.close()
 
-    def _stop_timers(self, *, rest: bool = True) -> None:
+    def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
-        if rest and self._rest_timer is not None:
+
+    def _stop_rest_timer(self) -> None:
+        if self._rest_timer is not None:
             self._rest_timer.cancel()
+            self._rest_timer = None
 
     def send_400_response(self, msg: str) -> None:
         """For what is no HTTP, or too much of it."""
@@ -119,7 +125,8 @@ class Connection(H11Protocol):
 
     def _refuse(self, fault: HttpFault) -> None:
         """The last that is said here."""
-        self._stop_timers()
+        self._stop_head_timer()
+        self._stop_rest_timer()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = error_body(fault, "")
             headers = {"content-type": "application/json", "content-length": str(len(body)), **fault.headers}

@@ -226,6 +226,15 @@ async def _flood(writer: asyncio.StreamWriter) -> None:
             await asyncio.sleep(0)
 
 
+async def test_a_stream_that_has_nothing_to_say_yet_is_kept_alive(engine: Engine) -> None:
+    """Without a tokenizer tokens are no text: they come, and make no events."""
+    async with serving(engine, keep_alive_s=0.05) as served:
+        silent = {**ASKED, "max_tokens": 400, "ignore_eos": True, "stream": True}
+        reply = await served.post("/v1/completions", silent)
+        assert reply.status == 200 and reply.body.count(b": keep-alive\n\n") > 2
+        assert reply.body.endswith(b"data: [DONE]\n\n")
+
+
 # ---- what comes too early
 
 
@@ -236,6 +245,34 @@ async def test_requests_in_advance_are_answered_in_their_order(engine: Engine) -
             status, headers = await read_head(reader)
             body = json.loads(await reader.readexactly(int(headers["content-length"])))
             assert (status, body["usage"]["completion_tokens"]) == (200, count)
+
+
+@pytest.mark.parametrize("num_bytes", [60_000, 70_000, 200_000, 4_000_000])
+async def test_a_large_body_is_not_in_advance_of_its_own_answer(num_bytes: int, engine: Engine) -> None:
+    """On a connection that stays open, as those of all SDKs do."""
+    async with serving(engine) as served, served.connected() as (reader, writer):
+        for _ in range(2):
+            writer.write(asked({**ASKED, "user": "x" * num_bytes}))
+            status, headers = await read_head(reader)
+            body = json.loads(await reader.readexactly(int(headers["content-length"])))
+            assert (status, body["usage"]["completion_tokens"]) == (200, 8)
+
+
+async def test_who_was_refused_before_his_body_came_may_go_on_for_longer_than_that_may_take(engine: Engine) -> None:
+    whole = asked(ASKED)
+    head = whole[: whole.index(b"\r\n\r\n") + 4].replace(b"application/json", b"text/plain")
+    async with serving(engine) as served, served.connected() as (reader, writer):
+        writer.write(head)
+        status, headers = await read_head(reader)
+        await reader.readexactly(int(headers["content-length"]))
+        assert status == 415
+        writer.write(whole[len(head) - len("text/plain") + len("application/json") :])
+        writer.write(asked({**FOR_LONG, "stream": True}))
+        assert (await read_head(reader))[0] == 200
+        await asyncio.sleep(LINGER_S + 0.2)
+        async with asyncio.timeout(10):
+            for _ in range(2000):
+                await reader.readuntil(b"data: ")
 
 
 async def test_who_sends_too_much_in_advance_is_cut_off_and_his_request_ends(engine: Engine) -> None:
