@@ -50,10 +50,10 @@ class Call:
 
     __slots__ = (
         "frame",
+        "gap",
         "id",
         "is_cancelled",
         "is_resumable",
-        "is_resuming",
         "last",
         "limit",
         "mailbox",
@@ -72,8 +72,8 @@ class Call:
         self.unfinished = set(range(min(submit.sampling.n, MAX_SAMPLES)))  # of more the server makes none
         """Samples whose end the reader does not have."""
         self.is_cancelled = False
-        self.is_resuming = False
-        """A RESUME is under way: what follows the gap comes again."""
+        self.gap: int | None = None
+        """The number behind a gap, which a RESUME that is under way closes: it comes again."""
         self.limit = window
         """Pieces that may have been pushed: what was granted."""
         self.num_deltas = 0
@@ -90,6 +90,8 @@ class ClientSession:
         self.welcome: Welcome | None = None
         """The last one."""
         self.rejection: DeepInferError | None = None
+        self.last_reject = ""
+        """What the server said, if it was not WELCOME."""
         self.is_welcome = False
         self.pong: Pong | None = None
         self.deadline_s: float | None = None
@@ -215,9 +217,9 @@ class ClientSession:
             return
         if delta.seq > call.num_deltas:
             if not call.is_cancelled:
-                self._resume(call)
+                self._close_gap(call, delta.seq)
             return
-        call.is_resuming = False
+        call.gap = None
         call.num_deltas += 1
         mailbox = call.mailbox
         if delta.stop is not None:
@@ -244,7 +246,7 @@ class ClientSession:
         if call is None:
             return
         if finish.seq > call.num_deltas and not call.is_cancelled:
-            self._resume(call)
+            self._close_gap(call, finish.seq)
             return
         mailbox = call.mailbox
         mailbox.num_prompt_tokens = finish.usage.prompt_tokens
@@ -260,23 +262,26 @@ class ClientSession:
         call = self._calls.get(error.id)
         if call is not None:
             if error.seq > call.num_deltas and error.code != ErrorCode.E_NOT_FOUND and not call.is_cancelled:
-                self._resume(call)
+                self._close_gap(call, error.seq)
             else:
                 self._end(call, from_wire(error))
 
-    def _resume(self, call: Call) -> None:
-        if not call.is_resumable:
+    def _close_gap(self, call: Call, seq: int) -> None:
+        """What came has the number `seq`, and what is before it did not come, or could not be read."""
+        if call.is_resumable and call.gap is None:
+            call.gap = seq
+            self._resume(call)
+        elif not call.is_resumable or call.gap == seq:  # it came again, and what is before it did not
             self._say(Cancel(id=call.id))
             self._end(call, ConnectionLost("a part of the stream was lost"))
-        elif not call.is_resuming:
-            call.is_resuming = True
-            call.limit = max(call.limit, call.mailbox.num_taken + call.window)
-            self._say(Resume(id=call.id, next=call.num_deltas, limit=call.limit))
+
+    def _resume(self, call: Call) -> None:
+        call.limit = max(call.limit, call.mailbox.num_taken + call.window)
+        self._say(Resume(id=call.id, next=call.num_deltas, limit=call.limit))
 
     def _welcomed(self, welcome: Welcome) -> None:
-        is_new = self.welcome is None
-        is_same = is_new or (self.welcome is not None and self.welcome.engine == welcome.engine)
-        self.num_reconnects += not is_new
+        is_same = self.welcome is None or self.welcome.engine == welcome.engine
+        self.num_reconnects += self.welcome is not None
         self.welcome, self.is_welcome, self.deadline_s = welcome, True, None
         self._lost_s = inf
         for id in self._untold:
@@ -284,11 +289,11 @@ class ClientSession:
         self._untold.clear()
         self._say(Ping())  # how the engine does is known from the start
         for call in list(self._calls.values()):
-            call.is_resuming = False
-            call.window = self.window(call.window)
+            call.gap = None
             if call.is_cancelled:
                 self._say(Cancel(id=call.id))
-            elif not call.num_deltas and (is_new or call.is_resumable):
+            elif not call.num_deltas:
+                call.window = call.limit = self.window(call.window)
                 self._frames.append(call.frame)
             elif is_same and call.is_resumable:
                 self._resume(call)
@@ -298,10 +303,11 @@ class ClientSession:
     def _rejected(self, reject: Reject, now: float) -> None:
         self.is_welcome = False
         self._lost_s = min(self._lost_s, now)
+        self.last_reject = f"{reject.name}: {reject.text}"
         if reject.retryable:
             self._hello_not_before_s = now + reject.retry_after_ms / 1000
             return
-        self.rejection = ConnectionRejected(f"{reject.name}: {reject.text}")
+        self.rejection = ConnectionRejected(self.last_reject)
         self.fail_all(self.rejection)
 
     # ---- time

@@ -160,7 +160,8 @@ class Client:
             late.cancel()
         self._raise_rejection()
         if not self._session.is_welcome:
-            raise ConnectionLost(f"{self.url}: no answer in {self._timeout_s:g} s")
+            told = self._session.last_reject or "no answer"
+            raise ConnectionLost(f"{self.url}: {told} in {self._timeout_s:g} s")
 
     def _raise_rejection(self) -> None:
         if self._session.rejection is not None:

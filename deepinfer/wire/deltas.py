@@ -58,8 +58,12 @@ def pieces_of(delta: Delta) -> Iterator[Piece]:
 
 
 def _to_wire(entry: TokenLogprob) -> WireLogprob:
-    top = [(best.token_id, max(best.logprob, LOWEST)) for best in entry.top]
-    return WireLogprob(entry.token_id, max(entry.logprob, LOWEST), entry.rank, top)
+    top = [(best.token_id, _finite(best.logprob)) for best in entry.top]
+    return WireLogprob(entry.token_id, _finite(entry.logprob), entry.rank, top)
+
+
+def _finite(logprob: float) -> float:
+    return logprob if logprob > LOWEST else LOWEST  # `max` would let NaN through
 
 
 def _from_wire(entry: WireLogprob) -> TokenLogprob:

@@ -17,6 +17,7 @@ import zmq.auth
 from deepinfer.errors import ConfigError
 
 ZAP_DOMAIN: Final = "deepinfer"
+KEY_CHARACTERS: Final = 40
 
 
 class KeyPair(NamedTuple):
@@ -36,8 +37,10 @@ class ServerKeys(NamedTuple):
 def write_keys(folder: Path, name: str) -> tuple[Path, Path]:
     """Files of a new key pair: the public one, to be given away, and the secret one, of mode 0600.
 
-    Raises `ConfigError` where either is there already.
+    Raises `ConfigError` where either is there already, and for a name that is a path.
     """
+    if Path(name).name != name or name in ("", ".."):
+        raise ConfigError("keygen", f"{name!r}: a name is expected, --dir says where the files go")
     for suffix in (".key", ".key_secret"):
         if (folder / f"{name}{suffix}").exists():
             raise ConfigError("keygen", f"{folder / name}{suffix} is there already")
@@ -72,9 +75,15 @@ def read_clients(folder: str | os.PathLike[str]) -> frozenset[bytes]:
 
 def _load(path: str | os.PathLike[str]) -> tuple[bytes, bytes | None]:
     try:
-        return zmq.auth.load_certificate(path)
+        public, secret = zmq.auth.load_certificate(path)
     except (OSError, ValueError) as error:
         raise ConfigError("key", f"{os.fspath(path)}: {error}") from None
+    for key in (public, secret):
+        if key is not None and len(key) != KEY_CHARACTERS:
+            raise ConfigError(
+                "key", f"{os.fspath(path)}: a key of {len(key)} characters, {KEY_CHARACTERS} are expected"
+            )
+    return public, secret
 
 
 def server_options(keys: ServerKeys) -> Mapping[int, int | bytes]:

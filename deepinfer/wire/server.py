@@ -150,9 +150,11 @@ class WireServer:
         tasks = [self._ticking, *(reading.task for reading in self._streams.values())]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(FAREWELL_S if self._session.num_connections else 0)
-        self._closing.close()
+        try:
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.sleep(FAREWELL_S if self._session.num_connections else 0)
+        finally:
+            self._closing.close()  # also for a task that is cancelled
         await asyncio.sleep(0)  # the allow-list's task ends
 
     @property
@@ -164,17 +166,20 @@ class WireServer:
     def num_connections(self) -> int:
         return self._session.num_connections
 
-    @property
-    def num_refused(self) -> int:
-        """Frames that were no messages."""
-        return self._session.num_refused
-
     def metrics(self) -> dict[str, Metric]:
-        """What there is and was of it, by name, as `Engine.metrics` has the engine's."""
+        """What there is and was of it, by name, as `Engine.metrics` has the engine's. Nothing while it is not open."""
+        if not self.url:
+            return {}
         found = (
             Metric("wire_connections", "gauge", "Clients of the wire that are connected.", {"": self.num_connections}),
             Metric("wire_streams", "gauge", "Streams of the wire that have not ended.", {"": self.num_open}),
-            Metric("wire_errors", "counter", "ERROR and REJECT said.", dict(self._session.num_errors), "code"),
+            Metric(
+                "wire_errors",
+                "counter",
+                "ERROR and REJECT: of messages, and of streams that ended so.",
+                dict(self._session.num_errors),
+                "code",
+            ),
         )
         return {each.name: each for each in found}
 

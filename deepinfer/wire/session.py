@@ -59,7 +59,7 @@ RETRY_AFTER_MS: Final = 1000
 WRONG_TOKENS: Final = 20
 """Whoever guesses has so many tries at once, all clients together,"""
 WRONG_TOKENS_A_SECOND: Final = 2.0
-"""and so many a second; meanwhile no token is looked at."""
+"""and so many a second; meanwhile no token is looked at, but of sessions that are known: their names are secrets."""
 
 
 class Send(NamedTuple):
@@ -202,6 +202,16 @@ class Stream:
             return True
         return self.num_tokens < self.credit and self.num_unacked_tokens < max_unacked_tokens
 
+    @property
+    def came_to_nothing(self) -> bool:
+        """It was refused, or ended without a word, and this connection knows: who says the same again tries again."""
+        return self.last is not None and not self.next_seq and self.connection is not None
+
+    @property
+    def is_spent(self) -> bool:
+        """It has ended, and its beginning is not here to be sent again."""
+        return self.last is not None and self.next_seq > 0 and (self.num_acked > 0 or not self.is_resumable)
+
     def keep(self, frame: bytes, num_tokens: int) -> None:
         self.kept.append(Kept(self.next_seq - 1, frame, num_tokens))
         self.num_unacked_tokens += num_tokens
@@ -262,10 +272,8 @@ class ServerSession:
         self._deadline_s = inf  # of the drain
         self._is_draining = False
         self._guesses = Allowance(WRONG_TOKENS, WRONG_TOKENS_A_SECOND)
-        self.num_refused = 0
-        """Frames that were no messages."""
         self.num_errors = Counter[str]()
-        """What ERROR and REJECT were said, by their names."""
+        """ERROR and REJECT, by name: of messages, and of streams that ended so."""
 
     def take_actions(self) -> list[Action]:
         """What is due, in order."""
@@ -303,7 +311,6 @@ class ServerSession:
                 raise WireError(ErrorCode.E_PROTOCOL, f"{len(parts)} parts")
             self._dispatch(connection, peer, parts[0], user, now)
         except WireError as error:
-            self.num_refused += 1
             self._refuse(connection, peer, error)
 
     def lose(self, connection: bytes, now: float) -> None:
@@ -333,7 +340,7 @@ class ServerSession:
         hello = decode_hello(parts[0])
         if not hello.min_version <= CLIENT_VERSION <= hello.max_version:
             self._reject(connection, ErrorCode.E_VERSION)
-        elif self._settings.token and self._guesses.is_spent(now):
+        elif self._settings.token and (user, hello.session) not in self._sessions and self._guesses.is_spent(now):
             self._reject(connection, ErrorCode.E_OVERLOADED, RETRY_AFTER_MS)
         elif not hmac.compare_digest(hello.token.encode(), self._settings.token.encode()):
             self._guesses.spend()
@@ -392,10 +399,13 @@ class ServerSession:
     def _submit(self, connection: bytes, session: Session, submit: Submit, frame: bytes, now: float) -> None:
         digest = hashlib.sha256(frame).digest()
         known = session.streams.get(submit.id)
+        if known is not None and known.digest == digest and known.came_to_nothing:
+            self._forget(session, known)
+            known = None
         if known is not None:
-            if known.digest != digest:
+            if known.digest != digest or known.is_spent:
                 self._send(connection, Error.of(ErrorCode.E_DUPLICATE, submit.id, field="id"))
-            elif known.connection is None:
+            elif known.connection is None or known.last is not None:
                 self._resume(connection, session, Resume(id=submit.id, next=0, limit=submit.credit), now)
         elif self._is_draining:
             self._send(connection, Error.of(ErrorCode.E_SHUTDOWN, submit.id))

@@ -408,7 +408,7 @@ async def test_a_server_with_keys_admits_its_clients_and_no_stranger(engine: Eng
                 with pytest.raises(ConnectionLost, match="no answer"):
                     await refused.open()
             assert await tokens_of(client.stream(PROMPT, greedy(30))) == wanted(30)
-        assert server.num_refused == 0
+        assert server.metrics()["wire_errors"].value == 0
 
 
 async def test_a_token_is_asked_for(engine: Engine) -> None:

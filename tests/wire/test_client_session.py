@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+import msgspec
 import pytest
 
 from deepinfer import ConnectionLost, ConnectionRejected, EngineClosed, EngineError
@@ -99,7 +100,7 @@ def test_a_gap_is_closed_again_after_the_next_cut(client: Client) -> None:
     client.hear(delta(0), delta(2))
     again = client.hear(Error.of(ErrorCode.E_HELLO), WELCOME)
     assert [type(message) for message in again] == [Hello, Ping, Resume]
-    assert client.hear(delta(3)) == []  # the second RESUME is under way as well
+    assert client.hear(delta(3)) == [Resume("r1", next=1, limit=100)]  # it may be the answer to the second
     assert client.hear(delta(1)) == []
     assert client.hear(delta(3)) == [Resume("r1", next=2, limit=100)]
 
@@ -128,6 +129,24 @@ def test_what_is_no_message_is_skipped(client: Client) -> None:
     assert tokens_in(mailbox) == [0]
 
 
+@pytest.mark.parametrize(
+    "behind", [delta(2), Finish("r1", "length", seq=2), Error.of(ErrorCode.E_WORKER_LOST, "r1", seq=2)]
+)
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_what_cannot_be_read_either_when_it_comes_again_ends_its_stream(
+    is_cut: bool, behind: ServerMessage, client: Client
+) -> None:
+    mailbox = client.ask()
+    client.said()
+    unreadable = changed(delta(1), reason="of a later version")
+    client.hear(delta(0))
+    if is_cut:
+        assert client.hear(Error.of(ErrorCode.E_HELLO), WELCOME)[-1] == Resume("r1", next=1, limit=100)
+    assert client.hear(unreadable, behind) == [Resume("r1", next=1, limit=100)]
+    assert client.hear(unreadable, behind) == [Cancel("r1")]
+    assert tokens_in(mailbox) == [0] and isinstance(mailbox.error, ConnectionLost)
+
+
 def test_credit_is_granted_when_half_of_the_window_is_used(client: Client) -> None:
     mailbox = client.ask(credit=4)
     client.said()
@@ -141,16 +160,18 @@ def test_credit_is_granted_when_half_of_the_window_is_used(client: Client) -> No
 
 
 def test_after_a_cut_everything_that_is_open_is_said_again(client: Client) -> None:
-    unheard, heard, other, cancelled = (
+    unheard, heard, other, cancelled, brief = (
         client.ask("a"), client.ask("b"), client.ask("c", resumable=False), client.ask("d"),
+        client.ask("e", resumable=False),
     )  # fmt: skip
     submits = client.said()
     client.hear(delta(0, id="b"), delta(0, id="c"))
     client.session.cancel("d")
     client.said()
     assert client.hear(Error.of(ErrorCode.E_HELLO)) != []
-    assert client.hear(WELCOME) == [Ping(), submits[0], Resume("b", next=1, limit=100), Cancel("d")]
-    assert isinstance(other.error, ConnectionLost) and not unheard.is_closed and not heard.is_closed
+    assert client.hear(WELCOME) == [Ping(), submits[0], Resume("b", next=1, limit=100), Cancel("d"), submits[4]]
+    assert isinstance(other.error, ConnectionLost)
+    assert not unheard.is_closed and not heard.is_closed and not brief.is_closed
     client.hear(Finish("d", "abort"))
     assert cancelled.is_closed and cancelled.error is None
 
@@ -161,6 +182,17 @@ def test_another_run_of_the_server_has_nothing_of_what_was_heard(client: Client)
     client.hear(delta(0, id="b"))
     assert client.hear(OTHER) == [Ping(), submits[0]]
     assert isinstance(heard.error, ConnectionLost) and not unheard.is_closed
+
+
+def test_another_run_with_less_room_has_its_acks_in_time(client: Client) -> None:
+    mailbox = client.ask(credit=100)
+    client.said()
+    limits = msgspec.structs.replace(WELCOME.limits, max_unacked_tokens=4)
+    client.hear(msgspec.structs.replace(OTHER, limits=limits))
+    client.hear(delta(0), delta(1), delta(2), delta(3))
+    assert tokens_in(mailbox) == [0, 1, 2, 3]
+    client.session.grant("r1")
+    assert client.said() == [Grant("r1", limit=8, ack=4)]
 
 
 def test_what_is_cancelled_during_a_cut_is_told_after_it(client: Client) -> None:
@@ -192,7 +224,7 @@ def test_an_answer_to_a_ping_keeps_the_connection(client: Client) -> None:
 def test_a_rejection_ends_everything_and_one_for_a_while_nothing(client: Client) -> None:
     mailbox = client.ask()
     client.hear(Reject(20, "E_OVERLOADED", "later", 1, 1, retryable=True, retry_after_ms=5))
-    assert not mailbox.is_closed
+    assert not mailbox.is_closed and client.session.last_reject == "E_OVERLOADED: later"
     client.hear(Reject(3, "E_AUTH", "no", 1, 1))
     assert isinstance(mailbox.error, ConnectionRejected)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import zmq
@@ -169,3 +170,19 @@ async def test_what_takes_long_to_read_leaves_turns_to_others(
 async def test_what_one_peer_can_have_in_the_memory_of_a_server_is_bounded(server: WireServer) -> None:
     options = server._options()
     assert (options[zmq.RCVHWM], options[zmq.MAXMSGSIZE]) == (16, 4 * 1024 * 1024)
+
+
+async def test_a_close_that_is_cancelled_closes_all_the_same(engine: Engine, tmp_path: Path) -> None:
+    listen = f"ipc://{tmp_path}/s"
+    server = WireServer(engine, listen)
+    assert server.metrics() == {}
+    await server.open()
+    async with connect(server.url):
+        assert server.metrics()["wire_connections"].value == 1
+        closing = asyncio.create_task(server.aclose())
+        await asyncio.sleep(0.01)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+    async with WireServer(engine, listen) as again, connect(again.url) as client:
+        assert await tokens_of(client.stream(PROMPT, greedy(5))) == wanted(5)

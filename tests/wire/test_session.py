@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import inf, nan
 from typing import Final, TypeGuard, TypeVar
 
 import msgspec
 import pytest
 
-from deepinfer import InvalidRequest, TokenChunk, WorkerLost
+from deepinfer import InvalidRequest, Logprob, Overloaded, TokenChunk, TokenLogprob, WorkerLost
 from deepinfer.wire.session import (
     MAX_ENDED,
     MAX_SESSIONS,
@@ -306,6 +307,30 @@ def test_an_id_is_free_again_after_its_retention(server: Server) -> None:
     assert server.wanted(Start) == [Start(1, other)]
 
 
+def test_what_is_said_again_after_its_end_comes_again_is_refused_or_is_a_new_try(server: Server) -> None:
+    server.say(A, submit("whole", resumable=True), submit("acked", resumable=True), submit("brief"), submit("refused"))
+    for key in range(3):
+        server.feed(2, key)
+        server.session.over(key, server.now)
+        server.session.end(key, 1, 0, 0, server.now)
+    server.session.fail(3, Overloaded("full", 1.0), server.now)
+    server.heard(A)
+    server.say(A, Grant(id="acked", limit=100, ack=2))
+    assert [type(message) for message in server.say(A, submit("whole", resumable=True))] == [Delta, Delta, Finish]
+    for spent in (submit("acked", resumable=True), submit("brief")):
+        [error] = server.say(A, spent)
+        assert isinstance(error, Error) and error.code == ErrorCode.E_DUPLICATE
+    assert server.say(A, submit("refused")) == [] and server.wanted(Start) == [Start(4, submit("refused"))]
+
+
+def test_log_probabilities_that_are_no_numbers_can_be_sent(server: Server) -> None:
+    server.say(A, submit())
+    known = (TokenLogprob(1, nan, (Logprob(1, nan), Logprob(2, -inf)), 1),)
+    server.session.chunk(0, TokenChunk("x", (1,), 0, logprobs=known), server.now)
+    [delta] = server.heard(A)
+    assert isinstance(delta, Delta) and delta.logprobs is not None and delta.logprobs[0].logprob < -1e30
+
+
 def test_what_ended_and_was_not_asked_for_is_kept_for_the_newest_alone(server: Server) -> None:
     for key in range(MAX_ENDED + 50):
         server.say(A, submit(f"r{key}", resumable=True))
@@ -333,13 +358,18 @@ def test_who_guesses_tokens_has_few_tries_and_welcome_sessions_do_not_notice() -
     server = Server(Settings(token="sesame"))
     assert isinstance(server.say(A, hello(token="sesame"))[0], Welcome)
     codes = Counter(
-        reject.name for guess in range(200) for reject in server.say(B, hello(token=str(guess))) if is_reject(reject)
+        reject.name
+        for guess in range(200)
+        for reject in server.say(B, hello("a-guess-of-tests", str(guess)))
+        if is_reject(reject)
     )
     assert codes == {"E_AUTH": WRONG_TOKENS, "E_OVERLOADED": 200 - WRONG_TOKENS} == server.session.num_errors
     [told] = server.say(B, hello("another-session-of-tests", "sesame"))
     assert isinstance(told, Reject) and told.retryable and told.retry_after_ms > 0
     assert isinstance(server.say(A, Ping())[0], Pong)
-    server.now += told.retry_after_ms / 1000
+    assert server.say(b"d", hello(token="sesame")) == [WELCOME]  # of a session that is known
+    assert [reject.name for reject in server.say(b"e", hello(token="x")) if is_reject(reject)] == ["E_AUTH"]
+    server.now += 2 * told.retry_after_ms / 1000
     assert isinstance(server.say(B, hello("another-session-of-tests", "sesame"))[0], Welcome)
     server.now += 1e6
     answers = [server.say(b"c", hello("one-more-session-of-tests", "no")) for _ in range(WRONG_TOKENS + 1)]
