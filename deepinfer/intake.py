@@ -31,7 +31,7 @@ from deepinfer.admission import (
 )
 from deepinfer.chat import ChatOptions
 from deepinfer.core import EngineCore
-from deepinfer.errors import DeepInferError, EngineClosed, InternalError, InvalidRequest
+from deepinfer.errors import ContextLengthExceeded, DeepInferError, EngineClosed, InternalError, InvalidRequest
 from deepinfer.grammar import GrammarSource, grammar_source
 from deepinfer.grammar_compiler import Grammar, GrammarCompiler
 from deepinfer.migrating import plain_prompt
@@ -225,7 +225,7 @@ class Intake:
             text, encode = prompt, partial(self._text.encode, prompt, add_special_tokens=True)
         limit = self._limits.max_length * self._text.max_token_characters
         if len(text) > limit:  # it cannot fit, however it is encoded
-            raise InvalidRequest("prompt", f"{len(text)} characters, at most {limit} can fit the context")
+            raise ContextLengthExceeded("prompt", f"{len(text)} characters, at most {limit} can fit the context")
         return text, check_token_ids(encode(), self._limits)
 
 

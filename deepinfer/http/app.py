@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,12 +22,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from deepinfer.admission import check_token_ids
 from deepinfer.engine import Engine
 from deepinfer.errors import ContextLengthExceeded, InvalidRequest
 from deepinfer.http.answer import Answer, BatchAnswer
 from deepinfer.http.body import BodyReader
 from deepinfer.http.codec import CHAT, MESSAGES, RESPONSES, Api, Codec
-from deepinfer.http.completions import AskedCompletion, CompletionExchange, ask_completion
+from deepinfer.http.completions import AskedCompletion, CompletionExchange, CompletionPrompt, ask_completion
 from deepinfer.http.config import HttpConfig
 from deepinfer.http.exchange import ConversationExchange
 from deepinfer.http.fault import HttpFault
@@ -130,26 +131,40 @@ class _Server:
 
     async def _complete(self, request: Request) -> Response:
         async with self._bodies.read(request) as body:
-            asked = await self._threads.run(self._ask_completion, body)
+            asked, prompts = await self._threads.run(self._ask_completion, body)
         note, fields, priority = _note(request), asked.fields, asked.fields.priority or 0
         response_id = f"cmpl-{note.request_id}"
         note.asked = Asked("text_completion", fields.model, asked.params, bool(fields.stream), response_id)
         exchanges = [
-            CompletionExchange(asked, response_id, place * asked.params.n) for place in range(len(asked.prompts))
+            CompletionExchange(asked, prompt.text, response_id, place * asked.params.n)
+            for place, prompt in enumerate(prompts)
         ]
         streams: list[TokenStream] = []
-        for place, prompt in enumerate(asked.prompts):
-            streams.append(self._stream(f"{note.request_id}-{place}", prompt, asked.params, priority))
+        for place, prompt in enumerate(prompts):
+            streams.append(self._stream(f"{note.request_id}-{place}", prompt.token_ids, asked.params, priority))
             if len(streams) % PROMPTS_A_TURN == 0:
                 await asyncio.sleep(0)
         if len(streams) > 1:
             return BatchAnswer(streams, exchanges)
         return Answer(streams[0], exchanges[0], self._config, is_stream=bool(fields.stream))
 
-    def _ask_completion(self, body: bytes) -> AskedCompletion:
+    def _ask_completion(self, body: bytes) -> tuple[AskedCompletion, list[CompletionPrompt]]:
         asked = ask_completion(body, self._engine.limits.max_length)
         self._codec.check_model(asked.fields.model)
-        return asked
+        echoes = bool(asked.fields.echo)
+        return asked, [self._completion_prompt(prompt, echoes=echoes) for prompt in asked.prompts]
+
+    def _completion_prompt(self, prompt: str | list[int], *, echoes: bool) -> CompletionPrompt:
+        """Special tokens that text spells out are read as such. Raises `InvalidRequest`."""
+        text, limits = self._engine.text, self._engine.limits
+        if not isinstance(prompt, str):
+            ids = check_token_ids(prompt, limits)
+            return CompletionPrompt(ids, _echo_of(ids, text) if echoes else "")
+        if text is None:
+            raise InvalidRequest("prompt", "this engine has no tokenizer: give token ids")
+        self._codec.check_characters("prompt", len(prompt))
+        ids = check_token_ids(text.encode(prompt, add_special_tokens=True), limits)
+        return CompletionPrompt(ids, prompt if echoes else "")
 
     def _stream(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int) -> TokenStream:
         config = self._config
@@ -197,7 +212,8 @@ class _Server:
         fields = decode_fields(body, DetokenizeFields)
         if fields.model is not None:
             self._codec.check_model(fields.model)
-        vocab_size, ids = self._engine.limits.vocab_size, fields.ids()
+        limits = self._engine.limits
+        vocab_size, ids = limits.vocab_size, fields.ids(limits.max_length)
         if max(ids, default=0) >= vocab_size:
             raise InvalidRequest("tokens", f"{max(ids)}, ids of 0 to {vocab_size - 1} are expected")
         spelt = self._text().tokenizer.decode(ids, skip_special_tokens=fields.skip_special_tokens)
@@ -254,6 +270,13 @@ class _Server:
 def served_name(model: str) -> str:
     """What a model is called by those who ask for it: its name, or that of its folder or file."""
     return model.rstrip("/").rpartition("/")[2].removesuffix(".gguf") or model
+
+
+def _echo_of(ids: Sequence[int], text: TextPipeline | None) -> str:
+    """All of them at once: a character may be several tokens."""
+    if text is None:
+        return "".join(f"token_id:{token_id}" for token_id in ids)
+    return text.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def _note(request: Request) -> Note:

@@ -7,7 +7,7 @@ chunks.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -32,10 +32,12 @@ DEFAULT_MAX_TOKENS: Final = 16
 """As OpenAI's API has it."""
 MAX_ECHOED_LOGPROBS: Final = 1 << 17
 """Of a prompt, the most probable tokens among them: writing more would keep others waiting."""
+MAX_SKIPPED: Final = 4096
+"""Characters of a prompt in which the next of its tokens is looked for."""
 
 
 class AskedCompletion(NamedTuple):
-    """What a body asks for, ready for an engine."""
+    """What a body asks for."""
 
     prompts: Sequence[str | list[int]]
     params: SamplingParams
@@ -73,6 +75,14 @@ _PASSED: Final = (
 )
 
 
+class CompletionPrompt(NamedTuple):
+    """One of those asked for, ready for an engine."""
+
+    token_ids: Sequence[int]
+    text: str
+    """What `echo` repeats, where it is asked for."""
+
+
 class _Sample:
     """One choice as it grows."""
 
@@ -90,13 +100,14 @@ class CompletionExchange:
     done: str | None = "[DONE]"
     names: Mapping[str, str] = MappingProxyType({})
 
-    def __init__(self, asked: AskedCompletion, response_id: str, first_index: int = 0) -> None:
+    def __init__(self, asked: AskedCompletion, echo: str, response_id: str, first_index: int = 0) -> None:
+        """`echo`: what the text of each begins with."""
         self._fields = asked.fields
         self._first_index = first_index
         self._samples = [_Sample() for _ in range(asked.params.n)]
         self.num_samples = asked.params.n
         self._usage = Usage(0, 0, None)
-        self._echo = ""
+        self._echo = echo
         self._echoed_logprobs: dict[str, list[Any]] = {}
         self.num_completion_tokens = 0
         head = {"id": response_id, "object": "text_completion", "created": int(time.time())}
@@ -114,7 +125,6 @@ class CompletionExchange:
         self._usage = usage
         if not self._fields.echo:
             return []
-        self._echo = _prompt_text(usage)
         if self._fields.logprobs is not None:
             self._echoed_logprobs = self._of_prompt()
         for sample in self._samples:
@@ -176,7 +186,7 @@ class CompletionExchange:
         }
 
     def _of_prompt(self) -> dict[str, list[Any]]:
-        """As `_spelt`, of the prompt; nothing comes before its first token. Raises `HttpFault` for too many."""
+        """As `_spelt`, of the echo; nothing comes before its first token. Raises `HttpFault` for too many."""
         source, known = self._usage.source, self._usage.prompt_logprobs
         assert source is not None and known is not None, "the engine has them before its first token"
         if len(known) * (1 + (self._fields.logprobs or 0)) > MAX_ECHOED_LOGPROBS:
@@ -184,13 +194,13 @@ class CompletionExchange:
             raise refused("echo", f"echo: {told}", "unsupported")
         entries = [entry for entry in known if entry is not None]
         first = spelling(source, source.token_ids[0])
-        found = self._spelt(entries, len(first))
-        offsets = [min(offset, len(self._echo)) for offset in found["text_offset"]]
+        found = self._spelt(entries, 0)
+        tokens = [first, *found["tokens"]]
         return {
-            "tokens": [first, *found["tokens"]],
+            "tokens": tokens,
             "token_logprobs": [None, *found["token_logprobs"]],
             "top_logprobs": [None, *found["top_logprobs"]],
-            "text_offset": [0, *offsets],
+            "text_offset": list(_places(tokens, self._echo)),
         }
 
     def usage(self) -> dict[str, Any]:
@@ -226,10 +236,17 @@ def _totals(num_prompt: int, num_new: int) -> dict[str, Any]:
     return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
 
 
-def _prompt_text(usage: Usage) -> str:
-    source = usage.source
-    if source is None:
-        return ""
-    if source.text is not None:
-        return source.text
-    return "".join(spelling(source, token_id) for token_id in source.token_ids)
+def _places(tokens: Sequence[str], text: str) -> Iterator[int]:
+    """Where each of `tokens` begins in `text`.
+
+    Parts of a character, and tokens that `text` leaves out, have the place behind the last one that was found.
+    """
+    place = num_skipped = 0
+    for token in tokens:
+        end = place + min(num_skipped, MAX_SKIPPED) + 1 + len(token)
+        found = text.find(token, place, end) if token else place
+        yield place if found < 0 else found
+        if found < 0:
+            num_skipped += len(token)
+        else:
+            place, num_skipped = found + len(token), 0

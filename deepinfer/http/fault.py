@@ -50,6 +50,7 @@ class HttpFault(Exception):
         message: str,
         field: str | None = None,
         retry_after_s: float | None = None,
+        more_headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -57,10 +58,13 @@ class HttpFault(Exception):
         self.message = message[:MAX_MESSAGE_CHARACTERS]
         self.field = field
         self.retry_after_s = retry_after_s
+        self._more_headers = more_headers
 
     @property
     def headers(self) -> dict[str, str]:
-        found = {} if self.retry_after_s is None else {"retry-after": str(max(math.ceil(self.retry_after_s), 1))}
+        found = {name.lower(): value for name, value in self._more_headers.items()}
+        if self.retry_after_s is not None:
+            found["retry-after"] = str(max(math.ceil(self.retry_after_s), 1))
         return found | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
 
 

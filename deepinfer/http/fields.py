@@ -176,9 +176,9 @@ class DetokenizeFields(Struct, kw_only=True):
     tokens: Raw
     skip_special_tokens: bool = False
 
-    def ids(self) -> list[int]:
+    def ids(self, max_ids: int) -> list[int]:
         """Raises `HttpFault`."""
-        check_count("tokens", bytes(self.tokens).count(b",") + 1, MAX_IDS)
+        check_count("tokens", bytes(self.tokens).count(b",") + 1, max(max_ids, MAX_IDS))
         found: list[int] = _decode_part(bytes(self.tokens), Ids, "tokens")
         return found
 

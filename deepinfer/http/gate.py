@@ -45,6 +45,7 @@ class Gate:
         self._metrics = metrics
         self._spans = spans
         self._keys = [_digest(key) for key in config.api_keys]
+        self._hosts = frozenset(host.lower() for host in config.hosts)
         self.num_open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -99,10 +100,10 @@ class Gate:
 
         `server` is where the connection came in.
         """
-        if host is None or "*" in self._config.hosts:
+        if host is None or "*" in self._hosts:
             return
         name = _host_name(host)
-        if not is_loopback(name) and name not in self._config.hosts and (server is None or name != server[0]):
+        if not is_loopback(name) and name not in self._hosts and (server is None or name != server[0]):
             raise HttpFault(421, "unknown_host", f"host: {name} is not the name of this server")
 
     def _check_head(self, scope: Scope) -> None:
@@ -174,7 +175,7 @@ def _as_fault(error: Exception) -> HttpFault:
         return fault_of(error)
     if isinstance(error, HTTPException):
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http")
-        return HttpFault(error.status_code, code, error.detail)
+        return HttpFault(error.status_code, code, error.detail, more_headers=error.headers or {})
     logger.error("a request failed", exc_info=error)
     return HttpFault(500, "internal", "the server failed")
 

@@ -20,7 +20,8 @@ _BYTES: Final = tuple(float(1 << power) for power in range(6, 27, 2))  # 64 byte
 class HandlerMetrics:
     """Of one handler; an attribute each, by its name behind `http_`."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name: Final = name
         self.requests: dict[str, int] = {}
         self.requests_inprogress = 0
         self.request_duration_seconds = Histogram(LATENCY_S)
@@ -62,7 +63,7 @@ class Progress:
 
     def __init__(self, metrics: HandlerMetrics) -> None:
         self._metrics = metrics
-        self._started_s = time.monotonic()
+        self.started_s: Final = time.monotonic()
         self._latest_s: dict[int, float] = {}  # by sample: when its latest tokens were sent
         self.num_received_bytes = 0
         self.num_sent_bytes = 0
@@ -71,7 +72,12 @@ class Progress:
     @property
     def took_s(self) -> float:
         """So far."""
-        return time.monotonic() - self._started_s
+        return time.monotonic() - self.started_s
+
+    @property
+    def handler(self) -> str:
+        """Its name; `NO_HANDLER` where no route has the path."""
+        return self._metrics.name
 
     def sent_tokens(self, sample_index: int, count: int) -> None:
         """So many tokens of a sample are on their way, or held back where they may become a stop string or a tag.
@@ -82,7 +88,7 @@ class Progress:
             return
         now_s = time.monotonic()
         if not self._latest_s:
-            self._metrics.time_to_first_token_seconds.observe(now_s - self._started_s)
+            self._metrics.time_to_first_token_seconds.observe(now_s - self.started_s)
         if sample_index in self._latest_s:
             gap_s = now_s - self._latest_s[sample_index]
             self._metrics.inter_token_latency_seconds.observe(gap_s / count, count)
@@ -102,7 +108,7 @@ class HttpMetrics:
 
     def __init__(self, handlers: Iterable[str]) -> None:
         """`handlers` are the paths of routes; a parameter is the last part of its path."""
-        self._by_name: Final = {name: HandlerMetrics() for name in (*handlers, NO_HANDLER)}
+        self._by_name: Final = {name: HandlerMetrics(name) for name in (*handlers, NO_HANDLER)}
         self._by_prefix: Final = {name.partition("{")[0]: each for name, each in self._by_name.items() if "{" in name}
 
     def begin(self, path: str) -> Progress:

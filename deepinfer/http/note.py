@@ -43,7 +43,6 @@ class Note:
         self.num_cached_tokens = 0
         self.num_completion_tokens = 0
         self.finish_reasons: list[str] = []
-        self.started_s = time.monotonic()
         self.first_token_s: float | None = None
 
     def begin(self, stream: TokenStream) -> None:
@@ -67,8 +66,13 @@ class Note:
         """Of its line in the log."""
         return logging.DEBUG if self.path in QUIET_PATHS and self.status == 200 else logging.INFO
 
+    @property
+    def told_path(self) -> str:
+        """As much of it as logs and traces get: anybody may ask for anything."""
+        return self.path[:MAX_LOGGED_CHARACTERS]
+
     def line(self) -> str:
-        path = self.path[:MAX_LOGGED_CHARACTERS].encode("unicode_escape").decode()
-        took_ms = 1e3 * (time.monotonic() - self.started_s)
+        path = self.told_path.encode("unicode_escape").decode()
+        took_ms = 1e3 * self.progress.took_s
         counts = f"prompt={self.num_prompt_tokens} completion={self.num_completion_tokens}"
         return f"{self.request_id} {self.method} {path} {self.status} {took_ms:.0f}ms {counts}"

@@ -15,6 +15,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 from starlette.datastructures import Headers
 
+from deepinfer.http.metrics import NO_HANDLER
 from deepinfer.http.note import Asked, Note
 
 _PARENT: Final = TraceContextTextMapPropagator()
@@ -39,10 +40,9 @@ class Spans:
     def record(self, note: Note, headers: Headers) -> None:
         """The span of a request that has ended."""
         end_ns = time.time_ns()
-        start_ns = end_ns - int(1e9 * (time.monotonic() - note.started_s))
-        name = f"{note.method} {note.path}" if note.asked is None else f"{note.asked.operation} {note.asked.model}"
+        start_ns = end_ns - int(1e9 * note.progress.took_s)
         span = self._tracer.start_span(
-            name,
+            _name(note),
             _PARENT.extract(headers),
             SpanKind.SERVER,
             dict(_attributes(note)),
@@ -53,9 +53,17 @@ class Spans:
         span.end(end_ns)
 
 
+def _name(note: Note) -> str:
+    """Of few kinds: nothing in it but what is served here."""
+    if note.asked is not None:
+        return f"{note.asked.operation} {note.asked.model}"
+    handler = note.progress.handler
+    return note.method if handler == NO_HANDLER else f"{note.method} {handler}"
+
+
 def _attributes(note: Note) -> Iterator[tuple[str, AttributeValue]]:
     yield "http.request.method", note.method
-    yield "url.path", note.path
+    yield "url.path", note.told_path
     yield "http.response.status_code", note.status
     if note.error:
         yield "error.type", note.error
@@ -83,7 +91,7 @@ def _answered(note: Note) -> Iterator[tuple[str, AttributeValue]]:
         return
     yield "gen_ai.response.id", note.asked.response_id
     yield "gen_ai.response.model", note.asked.model
-    yield "gen_ai.response.time_to_first_chunk", note.first_token_s - note.started_s
+    yield "gen_ai.response.time_to_first_chunk", note.first_token_s - note.progress.started_s
     yield "gen_ai.usage.input_tokens", note.num_prompt_tokens
     yield "gen_ai.usage.output_tokens", note.num_completion_tokens
     yield "gen_ai.usage.cache_read.input_tokens", note.num_cached_tokens

@@ -19,8 +19,10 @@ import pytest
 from msgspec.structs import replace
 from starlette.responses import Response
 
-from deepinfer import ConfigError, Engine
-from deepinfer.http import HttpConfig, app
+from deepinfer import ConfigError, ContextLengthExceeded, Engine
+from deepinfer.http import HttpConfig, app, fields
+from deepinfer.text import TextPipeline
+from doubles.byte_tokenizer import VOCAB_SIZE, save_byte_tokenizer
 from doubles.serving import Served, post_head, read_head, serving
 
 KEY: Final = "sk-0123456789abcdef"
@@ -191,6 +193,7 @@ async def test_a_place_that_is_not_there_says_so_in_the_form_of_the_api(served: 
     assert (reply.status, reply.json()["error"]["code"]) == (404, "not_found")
     reply = await served.get("/v1/messages")
     assert (reply.status, reply.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert reply.headers["allow"] == "post"
     assert reply.json()["type"] == "error"
 
 
@@ -202,8 +205,8 @@ async def test_without_keys_another_name_for_this_machine_is_refused(engine: Eng
         ("127.0.0.1", "localhost:80", "[::1]:8000", "LOCALHOST"),
         ("rebound.example", "127.0.0.1.example:80", ""),
     )
-    async with serving(engine, hosts=("proxy.example",)) as served:
-        for host in (*ours, "proxy.example:443"):
+    async with serving(engine, hosts=("Proxy.example",)) as served:
+        for host in (*ours, "proxy.example:443", "PROXY.example"):
             assert (await served.send(asked(host))).status == 200, host
         for host in others:
             reply = await served.send(asked(host))
@@ -432,6 +435,66 @@ async def test_more_tokens_than_a_completion_may_have_are_not_listed(
     reply = await served.post("/tokenize", {"prompt": "w5 w5 w5 w5"})
     error = reply.json()["error"]
     assert (reply.status, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
+
+
+async def test_as_many_tokens_as_are_listed_are_spelt(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "MAX_IDS", 3)
+    monkeypatch.setattr(fields, "MAX_IDS", 3)
+    ids = (await served.post("/tokenize", {"prompt": "w5 w6 w7 w8"})).json()["tokens"]
+    assert (await served.post("/detokenize", {"tokens": ids})).json() == {"prompt": "w5 w6 w7 w8"}
+
+
+async def test_texts_of_a_completion_are_encoded_where_its_body_is_read(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    encode = TextPipeline.encode
+
+    def noted(self: TextPipeline, text: str, *, add_special_tokens: bool) -> list[int]:
+        threads.append(threading.current_thread().name.rpartition("_")[0])
+        return encode(self, text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(TextPipeline, "encode", noted)
+    text, ids = "w5 w6 word " * 100, [5, 6, 96] * 100
+    asked = {**ASKED, "seed": 3, "n": 2}
+    told = (await served.post("/v1/completions", {**asked, "prompt": [text, text]})).json()
+    assert threads == ["deepinfer-http"] * 2
+    as_ids = (await served.post("/v1/completions", {**asked, "prompt": [ids, ids]})).json()
+    assert (told["choices"], told["usage"]) == (as_ids["choices"], as_ids["usage"])
+    assert told["usage"]["prompt_tokens"] == 600
+    echoed = (await served.post("/v1/completions", {**asked, "prompt": text, "echo": True})).json()["choices"]
+    assert [choice["text"] for choice in echoed] == [text + choice["text"] for choice in told["choices"][:2]]
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
+    engine: Engine, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(self: TextPipeline, text: str, *, add_special_tokens: bool) -> list[int]:
+        raise AssertionError("it is not encoded")
+
+    monkeypatch.setattr(TextPipeline, "encode", encode)
+    text = "w" * (4 * engine.limits.max_length + 1)
+    reply = await served.post("/v1/completions", {**ASKED, "prompt": text})
+    error = reply.json()["error"]
+    assert (reply.status, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
+    with pytest.raises(ContextLengthExceeded, match="can fit the context"):
+        await engine.generate(text)
+
+
+async def test_a_character_of_several_tokens_is_echoed_whole(no_tasks_left: None, tmp_path: Path) -> None:
+    said = "a\u00e9 \U0001f980!"
+    async with (
+        Engine("fake", tokenizer=save_byte_tokenizer(tmp_path), fake_vocab_size=VOCAB_SIZE) as engine,
+        serving(engine) as served,
+    ):
+        ids = (await served.post("/tokenize", {"prompt": said})).json()["tokens"]
+        for prompt in (said, ids):
+            asked = {**ASKED, "prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 1}
+            choice = (await served.post("/v1/completions", asked)).json()["choices"][0]
+            known = choice["logprobs"]
+            assert choice["text"].startswith(said)
+            assert known["tokens"][:-1] == ["a", *["\ufffd"] * 2, " ", *["\ufffd"] * 4, "!"]
+            assert known["text_offset"] == [0, 1, 1, 2, 3, 3, 3, 3, 4, 5]
 
 
 async def test_answers_about_tokens_are_written_where_their_bodies_are_read(

@@ -198,6 +198,26 @@ async def test_tokens_are_counted_without_a_model_in_it(served: Served, exporter
     assert span.name == "POST /tokenize" and not any("gen_ai" in name for name in span.attributes or {})
 
 
+async def test_nothing_that_a_stranger_asks_for_becomes_a_name(
+    no_tasks_left: None, exporter: InMemorySpanExporter
+) -> None:
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    async with (
+        Engine("fake", fake_vocab_size=97) as engine,
+        serving(engine, tracer_provider=provider, api_keys=("sk-0123456789abcdef",)) as served,
+    ):
+        for path, name in (
+            ("/" + "x" * 2000, "POST"),
+            ("/v1/models/" + "x" * 2000, "POST /v1/models/{name:path}"),
+            ("/v1/completions", "POST /v1/completions"),
+        ):
+            assert (await served.post(path, ASKED)).status == 401
+            [span] = await spans(exporter)
+            assert span.name == name
+            assert dict(span.attributes or {})["url.path"] == path[:128]
+
+
 def test_without_it_nothing_of_it_is_imported() -> None:
     code = "import sys, deepinfer.http.app; sys.exit(any('opentelemetry' in name for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
