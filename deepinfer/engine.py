@@ -13,6 +13,7 @@ import secrets
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -132,11 +133,8 @@ class Engine:
         """
         if self._state is not _State.NEW:
             raise EngineClosed(f"an engine is opened once; this one is {self._state}")
+        self._start_threads()
         self._state = _State.STARTING
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="deepinfer-text")
-        self._grammar_executor = deep_thread("deepinfer-grammar")
-        self._home: CallerLoop | OwnThread = OwnThread() if self.config.own_thread else CallerLoop()
-        self._mask_thread = MaskThread(self._home.loop)
         self._starting = asyncio.create_task(self._open(_on_this_loop(on_progress)))
         try:
             await self._starting
@@ -148,6 +146,17 @@ class Engine:
             if was_closed and isinstance(error, asyncio.CancelledError) and not is_cancelled:
                 raise EngineClosed("the engine was closed while it started") from None
             raise
+
+    def _start_threads(self) -> None:
+        """All of them, or none."""
+        with ExitStack() as undo:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="deepinfer-text")
+            self._grammar_executor = deep_thread("deepinfer-grammar")
+            undo.callback(self._grammar_executor.shutdown, wait=False)
+            self._home: CallerLoop | OwnThread = OwnThread() if self.config.own_thread else CallerLoop()
+            undo.callback(self._home.close)
+            self._mask_thread = MaskThread(self._home.loop)
+            undo.pop_all()
 
     async def _open(self, tell: Callable[[str], None]) -> None:
         run = partial(asyncio.get_running_loop().run_in_executor, self._executor)

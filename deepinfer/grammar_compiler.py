@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -17,7 +18,7 @@ import msgspec
 
 from deepinfer.errors import GrammarError
 from deepinfer.grammar import JSON_OPTIONS, GrammarSource
-from deepinfer.matcher import Matcher, TokenBits, readable_reason
+from deepinfer.matcher import Beginning, Matcher, TokenBits, readable_reason
 from deepinfer_protocol import SlotSampling
 
 if TYPE_CHECKING:
@@ -43,13 +44,13 @@ class Grammar(NamedTuple):
     """A compiled one, at its beginning."""
 
     field: str
-    backend: LLMatcher
+    beginning: Beginning
     bits: TokenBits
     eos_ids: Sequence[int]
 
     def matcher(self, sampling: SlotSampling, opening_id: int | None) -> Matcher:
         """For one sample; see `Matcher`."""
-        return Matcher(self.backend, self.field, self.bits, sampling, eos_ids=self.eos_ids, opening_id=opening_id)
+        return Matcher(self.beginning, self.field, self.bits, sampling, eos_ids=self.eos_ids, opening_id=opening_id)
 
 
 class GrammarCompiler:
@@ -111,7 +112,8 @@ class GrammarCompiler:
         self.prepare()
         if self._library is None:
             raise GrammarError(source.field, self._refusal)
-        grammar = Grammar(source.field, self._compile(self._library, source), self._bits, self._eos_ids)
+        beginning = Beginning(partial(self._compile, self._library, source))
+        grammar = Grammar(source.field, beginning, self._bits, self._eos_ids)
         self._remember(source, grammar)
         return grammar
 

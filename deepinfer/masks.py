@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable
+from time import perf_counter
 from typing import Final, NamedTuple
 
 from deepinfer.errors import DeepInferError, GrammarError, InternalError
@@ -18,6 +19,8 @@ from deepinfer_protocol.limits import MAX_MESSAGE_BYTES
 
 MAX_BATCH_BYTES: Final = MAX_MESSAGE_BYTES // 4
 """What masks behind drafts may bring a batch to: where it is large already, some drafts wait for a later step."""
+DRAFTS_S: Final = 0.05
+"""After this time a job makes no more masks behind drafts: a whole step waits for those that it cannot do without."""
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +63,12 @@ def fill_masks(job: MaskJob) -> FilledMasks:
     masks: list[bytes] = []
     num_masks: list[int] = []
     failures: list[tuple[Sequence, DeepInferError]] = []
+    started_s = perf_counter()
     for row in job.rows:
+        is_late = perf_counter() - started_s >= DRAFTS_S
         room = MAX_BATCH_BYTES // len(row.matcher.any_token) - len(masks) - len(job.rows) + len(num_masks)
         try:
-            found = row.matcher.next_masks(row.tokens, row.drafts[: max(room, 0)])
+            found = row.matcher.next_masks(row.tokens, row.drafts[: 0 if is_late else max(room, 0)])
         except GrammarError as error:
             failures.append((row.seq, error))
             found = [row.matcher.any_token]

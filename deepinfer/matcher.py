@@ -6,14 +6,17 @@ compiled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
 
 from deepinfer.errors import GrammarError
 from deepinfer_protocol import SlotSampling, split_words, unpack_float32, unpack_int32
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+_STATES_LIMIT: Final = "too many states"
+"""In what the library says where a grammar has more than `max_lexer_states`."""
 
 
 class TokenBits:
@@ -59,12 +62,32 @@ class Bans:
         return tokens
 
 
+class Beginning:
+    """A grammar before any output. The library's copies of it share the states that output makes one of them find."""
+
+    def __init__(self, make: Callable[[], LLMatcher]) -> None:
+        self._make = make
+        self._backend = make()
+        self.num_renewed = 0
+
+    def copy(self) -> LLMatcher:
+        return self._backend.deep_copy()
+
+    def renew(self, num_renewed: int) -> bool:
+        """Further copies have none of these states, which count against limits. False: somebody else saw to that."""
+        if num_renewed < self.num_renewed:
+            return False
+        self._backend = self._make()
+        self.num_renewed += 1
+        return True
+
+
 class Matcher:
     """What of a grammar a sample has behind it, and where its drafts would lead."""
 
     def __init__(
         self,
-        backend: LLMatcher,
+        beginning: Beginning,
         field: str,
         bits: TokenBits,
         sampling: SlotSampling,
@@ -72,12 +95,13 @@ class Matcher:
         eos_ids: Sequence[int],
         opening_id: int | None = None,
     ) -> None:
-        """`backend` stays at its beginning. `field` of the sampling parameters has the grammar: errors name it.
+        """The first mask that needs a copy of `beginning` makes it. `field` has the grammar: errors name it.
 
         The grammar begins behind the first `opening_id`; before it anything may come but an end. `None`: at once.
         """
-        self._beginning = backend
-        self._backend = backend.deep_copy()
+        self._beginning = beginning
+        self._num_renewed = 0  # of the copy's beginning
+        self._backend: LLMatcher | None = None  # behind the output; `None`: the next mask walks all of it
         self._field = field
         self._bits = bits
         self._bans = Bans(sampling, bits)
@@ -103,7 +127,7 @@ class Matcher:
             for draft in drafts:
                 if draft in self._eos_ids or not is_allowed(masks[-1], draft):
                     break
-                masks.append(self.next_mask((draft,)))
+                masks.append(self._mask_behind((draft,)))
         except GrammarError:
             pass  # that draft's, which may never be taken
         if len(self._output) > num_known:
@@ -111,19 +135,38 @@ class Matcher:
         return masks
 
     def next_mask(self, tokens: Sequence[int]) -> bytes:
-        """The first of `next_masks`."""
+        """The first of `next_masks`.
+
+        The states that drafts and other samples made the library find count against a limit of it: where that is met,
+        it is tried again without them.
+        """
+        is_new = False
+        while True:
+            try:
+                return self._mask_behind(tokens)
+            except GrammarError:
+                if is_new or self._backend is None or _STATES_LIMIT not in self._backend.get_error():
+                    raise
+            self._backend, tokens = None, ()
+            is_new = self._beginning.renew(self._num_renewed)
+
+    def _mask_behind(self, tokens: Sequence[int]) -> bytes:
         num_known = len(self._output)
         self._output += tokens
         if self._first is None:
             self._open(num_known)
         if self._first is None:
             return self._restrict(self._unopened)
+        if self._backend is None:
+            self._backend, num_known = self._beginning.copy(), 0
+            self._num_renewed = self._beginning.num_renewed
+        backend = self._backend
         tokens = self._output[max(self._first, num_known) :]
-        if tokens and not self._backend.consume_tokens(tokens):
-            raise GrammarError(self._field, f"the output left it: {self._reason()}")
-        mask = self._backend.compute_bitmask()[: self._bits.num_bytes]
-        if self._backend.is_error():
-            raise GrammarError(self._field, self._reason())
+        if tokens and not backend.consume_tokens(tokens):
+            raise GrammarError(self._field, f"the output left it: {readable_reason(backend.get_error())}")
+        mask = backend.compute_bitmask()[: self._bits.num_bytes]
+        if backend.is_error():
+            raise GrammarError(self._field, readable_reason(backend.get_error()))
         return mask if self._bans.is_empty else self._restrict(int.from_bytes(mask, "little"))
 
     def _open(self, num_known: int) -> None:
@@ -137,9 +180,9 @@ class Matcher:
         del self._output[num_known:]
         if self._first is not None and self._first > num_known:
             self._first = None
-        if self._backend.is_error() or not self._backend.rollback(num_consumed):  # there is no way back from an error
-            self._backend = self._beginning.deep_copy()
-            self._backend.consume_tokens([] if self._first is None else self._output[self._first :])
+        backend = self._backend
+        if backend is not None and (backend.is_error() or not backend.rollback(num_consumed)):
+            self._backend = None  # there is no way back from an error
 
     def _restrict(self, allowed: int) -> bytes:
         left = self._bans.apply(allowed, self._num_prompt + len(self._output), self._output)
@@ -147,9 +190,6 @@ class Matcher:
             told = "what it allows next is taken out by min_tokens, bad_words, allowed_token_ids or banned_token_ids"
             raise GrammarError(self._field, f"{told}: no token could be sampled")
         return self._bits.pack(left)
-
-    def _reason(self) -> str:
-        return readable_reason(self._backend.get_error())
 
 
 def readable_reason(error: str) -> str:

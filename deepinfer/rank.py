@@ -297,22 +297,24 @@ class Rank:
         return RankStep(plan, expected, rows[: self._num_decodes] + sampled, prompts, drafted, masked)
 
     def _masked_rows(self) -> list[MaskRow]:
-        most_drafts = self._most_drafts + [0] * (len(self._rows) - len(self._most_drafts))
         return [
             MaskRow(seq, seq.matcher, seq.slot, seq.take_unmatched(), seq.draft_ids[:most])
-            for seq, flags, most in zip(self._rows, self._flags, most_drafts, strict=True)
+            for seq, flags, most in zip(self._rows, self._flags, self._most_drafts_of_all(), strict=True)
             if flags == _WAIT and seq.matcher is not None
         ]
 
     def _pack_most_drafts(self) -> bytes:
         if not self._draft_plan.verify_budget:
             return b""
-        return pack_int32(self._most_drafts + [0] * (len(self._rows) - self._num_decodes))
+        return pack_int32(self._most_drafts_of_all())
+
+    def _most_drafts_of_all(self) -> list[int]:
+        """Of all rows: those that do not decode verify none."""
+        return self._most_drafts + [0] * (len(self._rows) - len(self._most_drafts))
 
     def _drafted_rows(self, rows: list[Sequence]) -> DraftedRows:
         num_tokens = [flags & _SAMPLE for flags in self._flags]
-        most_drafts = self._most_drafts + [0] * (len(rows) - self._num_decodes)
-        return DraftedRows(rows, self._num_positions, num_tokens, most_drafts, self._num_decodes)
+        return DraftedRows(rows, self._num_positions, num_tokens, self._most_drafts_of_all(), self._num_decodes)
 
     def _columns_of(self, rows: list[Sequence]) -> _Columns:
         """Columns that stay as they are while the same sequences decode, step after step."""

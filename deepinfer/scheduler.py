@@ -163,6 +163,7 @@ class Scheduler:
                 self._queue.discard(seq)
                 rank.drop_held(seq)
             seq.move(State.FINISHED)
+        seq.matcher = None  # the reader may keep the sample; masks under way have their own reference
         seq.finish_reason = reason
         request = seq.request
         if request.started_s is None and seq.sample_index == 0:

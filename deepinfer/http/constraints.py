@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from deepinfer.http.fault import refused
-from deepinfer.http.tool_calls import CannotEnforce, Tool
+from deepinfer.http.tool_calls import CannotEnforce, CannotEnforceForm, Tool
 
 if TYPE_CHECKING:
     from deepseek_recipe import Conversation, ToolDefinition
@@ -54,7 +54,7 @@ def constrained(
     """
     form = conversation.response_format if messages_format is None else messages_format.type
     if form == "text":
-        calls = {} if write_calls is None else _forced_calls(conversation, came, write_calls, None)
+        calls = {} if write_calls is None else _forced_calls(conversation, came, write_calls)
         return Constraint(calls, {"grammar": "tools"})
     if any(message.prefix for message in conversation.messages):
         raise refused(field, f"{field}: it cannot be enforced where the answer has begun with a prefix", "unsupported")
@@ -65,7 +65,8 @@ def constrained(
         return Constraint({"regex": conversation.response_regex}, {"regex": field})
     schema = _schema(conversation, form, messages_format)
     if conversation.tools and write_calls is not None:
-        return Constraint(_forced_calls(conversation, came, write_calls, schema), {"grammar": field})
+        calls = _forced_calls(conversation, came, write_calls, schema, field)
+        return Constraint(calls, {"grammar": "tools" if _is_call_required(conversation) else field})
     return Constraint({"json_schema": schema}, {"json_schema": field})
 
 
@@ -76,17 +77,22 @@ def _schema(conversation: Conversation, form: str, messages_format: JsonFormat |
 
 
 def _forced_calls(
-    conversation: Conversation, came: Mapping[str, Tool], write_calls: WriteCalls, form: Any
+    conversation: Conversation, came: Mapping[str, Tool], write_calls: WriteCalls, form: Any = None, field: str = ""
 ) -> dict[str, Any]:
-    """`form`: the schema of an answer that calls nothing; `None` for any text."""
-    is_required = conversation.tool_choice == "required"
+    """`form`: the schema of an answer that calls nothing, which the API has in `field`; `None` for any text."""
+    is_required = _is_call_required(conversation)
     try:
         tools = [_as_it_came(tool, came) for tool in conversation.tools]
         if form is None and not is_required and not any(tool.is_strict for tool in tools):
             return {}
         return {"grammar": write_calls(tools, is_required=is_required, form=form)}
     except CannotEnforce as error:
-        raise refused("tools", f"tools: {error}", "unsupported") from None
+        at_fault = field if isinstance(error, CannotEnforceForm) else "tools"
+        raise refused(at_fault, f"{at_fault}: {error}", "unsupported") from None
+
+
+def _is_call_required(conversation: Conversation) -> bool:
+    return conversation.tool_choice == "required"
 
 
 def _as_it_came(tool: ToolDefinition, came: Mapping[str, Tool]) -> Tool:

@@ -45,6 +45,10 @@ class CannotEnforce(ValueError):
     """Says which tool, which parameter, and why."""
 
 
+class CannotEnforceForm(CannotEnforce):
+    """That of an answer that calls nothing."""
+
+
 class Tool(NamedTuple):
     """One that may be called."""
 
@@ -71,7 +75,7 @@ def calls_grammar(tools: Sequence[Tool], *, is_required: bool, family: Family, m
     """What may follow the prompt: text, calls, or both; with `is_required` calls, whose block the prompt has begun.
 
     With `form`, a JSON Schema: what satisfies it, or calls, and no other text. `mark_id` is the token of the mark.
-    Raises `CannotEnforce`.
+    Raises `CannotEnforce`, and `CannotEnforceForm` where `form` is at fault.
     """
     try:
         return _Writer(_DIALECTS[family], mark_id).grammar(tools, is_required, form)
@@ -104,7 +108,7 @@ class _Writer:
                 self._num_characters += len(rule)
                 _check_size(self._num_characters, tool.name)
         if form is not None and not is_required:
-            rules.append(f"form: %json {json.dumps(_form(form))}")
+            rules.append(f"form: %json {_form(form)}")
         elif not is_required:
             rules += [r"FREE: /(.|\n)*/", r"BEGIN: /(.|\n)*\n\n</"]
         rules += [f"{name}: /(.|\\n){_times(*length)}<\\//" for length, name in self._lengths.items()]
@@ -160,13 +164,15 @@ class _Writer:
         return f"{text} {self._lengths.setdefault(value, f'TEXT_{len(self._lengths)}')}"
 
 
-def _form(schema: Any) -> dict[str, Any]:
+def _form(schema: Any) -> str:
     """As the engine takes a schema that stands alone."""
-    if schema is True:
-        return {"x-guidance": JSON_OPTIONS}
+    schema = {} if schema is True else schema
     if not isinstance(schema, dict) or "x-guidance" in schema:
-        raise CannotEnforce("the form of the answer is no schema that an answer can satisfy")
-    return schema | {"x-guidance": JSON_OPTIONS}
+        raise CannotEnforceForm("it is no schema that an answer can satisfy")
+    try:
+        return json.dumps(schema | {"x-guidance": JSON_OPTIONS})
+    except RecursionError:
+        raise CannotEnforceForm("it is nested too deep") from None
 
 
 class _Json(NamedTuple):

@@ -20,7 +20,7 @@ from deepinfer.deep_thread import deep_thread
 from deepinfer.errors import GrammarError, InvalidRequest
 from deepinfer.grammar import MAX_GRAMMAR_BYTES, MAX_REGEX_BYTES, GrammarSource, grammar_source
 from deepinfer.grammar_compiler import BYTES_PER_CHARACTER, GRAMMAR_BYTES, GrammarCompiler
-from deepinfer.matcher import Matcher
+from deepinfer.matcher import Beginning, Matcher
 from doubles.byte_tokenizer import ANSWER, EOS, THINK, VOCAB_SIZE, save_byte_tokenizer
 
 LIMITS: Final = ModelLimits(VOCAB_SIZE, 4096, 4096, (EOS,), has_tokenizer=True)
@@ -344,6 +344,24 @@ def test_what_leaves_nothing_is_an_error_that_says_so(compiler: GrammarCompiler,
         found.next_mask(ids("a"))
 
 
+def test_a_sample_that_waits_has_no_copy_of_its_grammar_yet(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[Any] = []
+    copy = Beginning.copy
+
+    def note(self: Beginning) -> Any:
+        copies.append(copy(self))
+        return copies[-1]
+
+    monkeypatch.setattr(Beginning, "copy", note)
+    found = matcher(compiler, ANSWER, regex="ab")
+    found.next_masks([], ids("xy"))
+    assert not copies
+    assert len(found.next_masks(ids("x"), [ANSWER, *ids("a")])) == 3
+    assert allowed(found.next_mask([ANSWER])) == set(ids("a")) and len(copies) == 1
+
+
 def test_a_limit_that_is_met_on_the_way_is_an_error(compiler: GrammarCompiler) -> None:
     found = matcher(compiler, regex="(?:a{1,1000}){1,1000}")
     with pytest.raises(GrammarError, match="regex: "):
@@ -427,6 +445,34 @@ def test_a_draft_that_goes_beyond_a_limit_ends_the_masks_and_harms_nothing(
     assert len(taken.next_masks(ids("a"), ids("xy"))) == 1
     with pytest.raises(GrammarError, match="Too many items"):
         taken.next_masks(ids("x"))
+
+
+def test_states_that_drafts_or_others_made_it_find_end_no_sample(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: str
+) -> None:
+    """All copies of a grammar share them, and their limit."""
+    monkeypatch.setitem(grammar_compiler.LIMITS, "max_lexer_states", 40)
+    compiler, random = GrammarCompiler(lambda: tokenizer, VOCAB_SIZE, [EOS]), Random(1)
+    drafting, *others = (matcher(compiler, regex="[ab]*a[ab]{8}c") for _ in range(4))
+    plain = matcher(GrammarCompiler(lambda: tokenizer, VOCAB_SIZE, [EOS]), regex="[ab]*a[ab]{8}c")
+    num_places = 0
+    for _ in range(60):
+        masks = drafting.next_masks(ids("a"), ids("".join(random.choices("ab", k=5))))
+        assert masks[0] == plain.next_mask(ids("a"))
+        num_places += len(masks) - 1
+        for other in others:
+            drafts = ids("".join(random.choices("ab", k=5)))
+            assert allowed(other.next_masks(ids("b"), drafts)[0]) == set(ids("ab"))
+    assert num_places > 60
+    assert drafting._beginning.num_renewed > 5 and plain._beginning.num_renewed == 0
+
+
+def test_what_its_bans_leave_nothing_of_is_not_tried_again(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Beginning, "renew", lambda *_: pytest.fail("tried again"))
+    with pytest.raises(GrammarError, match="taken out by min_tokens"):
+        matcher(compiler, choice=["a"], banned_token_ids=ids("a")).next_masks([])
 
 
 def test_an_end_and_what_leaves_nothing_end_the_masks(compiler: GrammarCompiler) -> None:

@@ -249,6 +249,18 @@ def test_beside_tools_a_form_is_part_of_their_grammar(
     assert asked.names == {"grammar": field}
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_fault_of_a_form_beside_tools_is_the_form_s(choice: str, codec: Codec) -> None:
+    schema = {"type": "string", "x-guidance": {"lenient": True}}
+    form = {"type": "json_schema", "json_schema": {"name": "f", "schema": schema}}
+    if choice == "required":  # then it is not in the grammar
+        assert ask(codec, tools=[TOOL], tool_choice=choice, response_format=form, **OFF).names == {"grammar": "tools"}
+        return
+    with pytest.raises(HttpFault, match="response_format: it is no schema that an answer can satisfy") as caught:
+        ask(codec, tools=[TOOL], tool_choice=choice, response_format=form)
+    assert (caught.value.code, caught.value.field) == ("unsupported", "response_format")
+
+
 def test_any_object_and_a_pattern_are_enforced(codec: Codec) -> None:
     told = {"role": "user", "content": "Answer in json."}
     whole = ask(codec, messages=[told], response_format={"type": "json_object"})

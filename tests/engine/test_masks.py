@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,8 +13,9 @@ from typing import Any, Final
 import pytest
 from msgspec.structs import replace
 
+from deepinfer import Engine
 from deepinfer.errors import GrammarError, InternalError
-from deepinfer.masks import FilledMasks, MaskJob, MaskRow, fill_masks
+from deepinfer.masks import DRAFTS_S, FilledMasks, MaskJob, MaskRow, fill_masks
 from deepinfer.matcher import is_allowed
 from deepinfer.request import Request
 from deepinfer.stream import Mailbox
@@ -84,6 +87,7 @@ class MaskedSimulation(Simulation):
         self._filled_s = 0.0
         self.core._fill_masks = self._fill
         self.plans: list[AnyMessage] = []
+        self.masked: set[str] = set()
         self._send = self.group.send
         self.group.send = self._note  # type: ignore[method-assign]
 
@@ -102,10 +106,11 @@ class MaskedSimulation(Simulation):
             for seq in request.samples:
                 matcher: Any = Thirds(dead_end)
                 seq.matcher = matcher
+            self.masked.add(request.request_id)
         return request
 
     def wanted(self, request: Request) -> list[tuple[list[int], str]]:
-        if request.samples[0].matcher is None:
+        if request.request_id not in self.masked:
             return super().wanted(request)
         return [masked_completion(request, index) for index in range(len(request.samples))]
 
@@ -130,7 +135,8 @@ def test_every_schedule_gives_the_tokens_that_the_masks_allow(part: int, longest
         simulation = run_case(case._replace(longest_draft=longest_draft), seed=index)
         for request in simulation.requests:
             assert simulation.outputs(request) == simulation.wanted(request), f"{case=} {index=} {request.request_id=}"
-            if request.samples[0].matcher is not None:
+            assert all(seq.matcher is None for seq in request.samples), "the reader may keep them"
+            if request.request_id in simulation.masked:
                 num_masked += 1
                 num_verified += request.drafts.num_verified
                 num_accepted += request.drafts.num_accepted
@@ -221,6 +227,45 @@ def test_a_batch_that_is_large_already_has_fewer_masks_behind_drafts(monkeypatch
         counts.append(list(unpack_int32(batch.num_masks)))
         assert len(batch.bits) == WIDTH * (sum(counts[-1]) or 3)
     assert counts == [[4, 4, 4], [4, 2, 1], [2, 1, 1], [], []]
+
+
+def test_a_job_that_takes_long_makes_only_the_masks_that_its_step_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = Request("r", array("i", [1, 2]), [SlotSampling()], max_length=9, stop_ids=frozenset())
+    now_s = 7.0
+    monkeypatch.setattr("deepinfer.masks.perf_counter", lambda: now_s)
+
+    class Slow(Thirds):
+        def next_masks(self, tokens: Sequence[int], drafts: Sequence[int]) -> list[bytes]:
+            nonlocal now_s
+            now_s += 0.6 * DRAFTS_S
+            return [mask_after(())] * (1 + len(drafts))
+
+    matchers: list[Any] = [Slow() for _ in range(4)]
+    rows = [MaskRow(request.samples[0], matcher, 0, array("i"), array("i", [1, 2, 3])) for matcher in matchers]
+    for _ in range(2):
+        assert list(unpack_int32(fill_masks(MaskJob(0, 1, 0, rows)).batch.num_masks)) == [4, 4, 1, 1]
+
+
+@pytest.mark.parametrize("own_thread", [True, False])
+def test_an_engine_that_cannot_start_its_threads_leaves_none(own_thread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def run() -> None:
+        engine = Engine("fake", own_thread=own_thread)
+        before = set(threading.enumerate())
+        monkeypatch.setattr("deepinfer.engine.MaskThread", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            await engine.open()
+        for thread in set(threading.enumerate()) - before:
+            thread.join(5)
+            assert not thread.is_alive(), thread
+        await engine.aclose()
+        monkeypatch.undo()
+        async with engine:
+            assert engine.health().failure is None
+
+    asyncio.run(run())
 
 
 def test_a_matcher_that_breaks_fails_its_request_alone() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from deepinfer_protocol import (
     LogitShaping,
@@ -296,6 +297,19 @@ def test_masks_behind_drafts_that_the_row_does_not_verify_are_not_looked_at(fold
     output = driver.step(Row(1, len(PROMPTS[1]), WAITS), masks=masks_of({1: outputs}), num_drafts=2)
     [token] = tokens_of(output)[0]
     assert allowed_after([])[token] and len(output.draft_ids) == 8
+
+
+@pytest.mark.parametrize("empty", [0, 2, 3])
+def test_a_mask_that_allows_nothing_is_named_by_its_slot(folder: Path, empty: int) -> None:
+    driver, _ = drafting_driver(folder)
+    slots = (3, 0, 2)
+    for slot in slots:
+        driver.admit(slot, PROMPTS[slot])
+    masks = masks_of({slot: [[]] for slot in (0, 2, 3)})
+    width, at = len(masks.bits) // 3, (0, 2, 3).index(empty)
+    masks = replace(masks, bits=masks.bits[: at * width] + bytes(width) + masks.bits[(at + 1) * width :])
+    with pytest.raises(ProtocolError, match=f"a mask of slot {empty} allows no token"):
+        driver.step(*(Row(slot, len(PROMPTS[slot]), WAITS) for slot in slots), masks=masks)
 
 
 def test_steps_are_built_before_the_results_of_those_before_them(folder: Path) -> None:

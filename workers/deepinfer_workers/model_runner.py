@@ -398,17 +398,17 @@ class ModelRunner:
         num_bytes = total * 4 * -(-vocab_size // 32)
         if len(masks.bits) != num_bytes:
             raise ProtocolError(f"{num_bytes} bytes of masks were expected, {len(masks.bits)} came")
-        allowed = unpack_masks(masks.bits, total, vocab_size, torch.device("cpu")).numpy()
-        is_empty = ~allowed.any(-1)
-        if is_empty.any():
-            slot = np.repeat(came, counts)[int(is_empty.argmax())]
-            raise ProtocolError(f"a mask of slot {slot} allows no token")
         order = np.argsort(came)[np.argsort(np.argsort(rows.slots))]  # where the masks of each row are
         firsts, counts = (np.cumsum(counts) - counts)[order], counts[order]
         owners = np.repeat(np.arange(len(came)), rows.counts + 1)
         places = np.arange(len(owners)) - np.searchsorted(owners, owners)
         index = firsts[owners] + np.minimum(places, counts[owners] - 1)
-        return _Masks(to_device(allowed[index], self._ops.device), to_device(counts, self._ops.device))
+        packed = np.frombuffer(masks.bits, np.uint8).reshape(total, -1)[index]
+        allowed = unpack_masks(packed.tobytes(), len(index), vocab_size, torch.device("cpu")).numpy()
+        is_empty = ~allowed.any(-1)
+        if is_empty.any():
+            raise ProtocolError(f"a mask of slot {rows.slots[owners[is_empty.argmax()]]} allows no token")
+        return _Masks(to_device(allowed, self._ops.device), to_device(counts, self._ops.device))
 
     def _load(self, report: Callable[[int, int], None]) -> Ready:
         config = self._config
