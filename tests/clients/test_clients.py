@@ -9,18 +9,38 @@ import subprocess
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
-from typing import Final, NamedTuple
+from types import TracebackType
+from typing import Final, NamedTuple, Self
 
 import pytest
+import zmq
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from clients.conftest import Server, start_server, stop_server
 from clients.programs import Programs
 from clients.proxy import Proxy
 from deepinfer.wire.keys import read_pair, write_keys
-from deepinfer_protocol.client import ErrorCode
+from deepinfer_protocol.client import (
+    ClientMessage,
+    Delta,
+    Error,
+    ErrorCode,
+    Finish,
+    Grant,
+    Hello,
+    Limits,
+    Reject,
+    Resume,
+    ServerMessage,
+    Submit,
+    Welcome,
+    decode_client,
+    encode,
+)
 from doubles.byte_tokenizer import VOCAB_SIZE, save_byte_tokenizer
 from protocol.client_frames import GOLDEN, read_golden, verdict_of
 from protocol.mutate import mutate
@@ -29,7 +49,7 @@ TIMEOUT_S: Final = 60.0
 PROMPT: Final = "1,2,3"
 
 
-class Delta(NamedTuple):
+class Piece(NamedTuple):
     sample: int
     first: int
     token_ids: list[int]
@@ -39,7 +59,7 @@ class Delta(NamedTuple):
 class Told(NamedTuple):
     """What a probe printed."""
 
-    deltas: list[Delta]
+    deltas: list[Piece]
     end: list[str]
     num_reconnects: int
     deadline_ms: int | None
@@ -56,7 +76,7 @@ class Told(NamedTuple):
 
 
 def read(output: str) -> Told:
-    deltas: list[Delta] = []
+    deltas: list[Piece] = []
     end: list[str] = []
     num_reconnects, deadline_ms = 0, None
     for line in output.splitlines():
@@ -64,7 +84,7 @@ def read(output: str) -> Told:
         if word == "delta":
             sample, index, ids, reason = rest
             token_ids = [] if ids == "-" else [int(token_id) for token_id in ids.split(",")]
-            deltas.append(Delta(int(sample), int(index), token_ids, reason))
+            deltas.append(Piece(int(sample), int(index), token_ids, reason))
         elif word == "reconnects":
             num_reconnects = int(rest[0])
         elif word == "deadline":
@@ -79,6 +99,52 @@ def probe(programs: Programs, url: str, max_tokens: int, *options: str) -> Told:
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     return read(done.stdout)
+
+
+LIMITS: Final = Limits(
+    max_frame_bytes=2**22, max_streams=8, retention_ms=30_000, max_unacked_tokens=4096, ping_ms=1000, idle_ms=10_000
+)
+WELCOME: Final = Welcome(version=1, engine="one", server="s", model="m", vocab_size=97, max_length=1000, limits=LIMITS)
+STRANGER: Final = Error.of(ErrorCode.E_HELLO)
+
+
+class Scripted:
+    """A server that says what a test wants, on a thread of its own, and keeps what it heard."""
+
+    def __init__(self, answer: Callable[[ClientMessage], list[ServerMessage]]) -> None:
+        self.heard: list[ClientMessage] = []
+        self._answer = answer
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self.url = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
+        self._is_open = True
+        self._thread = threading.Thread(target=self._serve)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._is_open = False
+        self._thread.join()
+        self._socket.close()
+        self._context.term()
+
+    def num(self, kind: type[ClientMessage]) -> int:
+        return sum(isinstance(message, kind) for message in self.heard)
+
+    def _serve(self) -> None:
+        while self._is_open:
+            if not self._socket.poll(20):
+                continue
+            who, frame = self._socket.recv_multipart()
+            message = decode_client(frame)
+            self.heard.append(message)
+            for answer in self._answer(message):
+                self._socket.send_multipart([who, encode(answer)])
 
 
 def test_every_golden_frame(programs: Programs) -> None:
@@ -165,6 +231,12 @@ def test_cancelling(programs: Programs, server: Server) -> None:
     assert time.monotonic() - began < 10.0
 
 
+def test_a_cancel_after_the_end_drops_what_was_not_read(programs: Programs, server: Server) -> None:
+    told = probe(programs, server.url, 50, "cancel_after=1", "delay_ms=500")
+    assert len(told.deltas) == 1
+    assert told.end == ["finish", "length", "3", "50"]
+
+
 def test_a_slow_reader_has_its_window_and_all_tokens(programs: Programs, server: Server) -> None:
     told = probe(programs, server.url, 300, "window=16", "delay_ms=2")
     assert told.tokens() == probe(programs, server.url, 300).tokens()
@@ -212,6 +284,66 @@ def test_a_server_that_is_started_anew_has_lost_the_stream(programs: Programs, h
     told = read("".join(lines) + rest)
     assert told.end == ["error", "lost", "-"]
     assert [key for key, _ in groupby(told.tokens())]  # those that came are in order
+
+
+def test_what_a_server_no_longer_keeps_is_lost(programs: Programs) -> None:
+    def answer(message: ClientMessage) -> list[ServerMessage]:
+        match message:
+            case Hello():
+                return [WELCOME]
+            case Submit(id=id):
+                return [Delta(id=id, seq=2)]  # a gap
+            case Resume(id=id):
+                return [Error.of(ErrorCode.E_NOT_FOUND, id)]
+        return []
+
+    with Scripted(answer) as server:
+        assert probe(programs, server.url, 10).end == ["error", "lost", "-"]
+
+
+@pytest.mark.parametrize("is_resumable", [True, False])
+def test_a_stream_that_nothing_was_heard_of_is_asked_for_twice(programs: Programs, is_resumable: bool) -> None:
+    def answer(message: ClientMessage) -> list[ServerMessage]:
+        match message:
+            case Hello():
+                return [WELCOME]
+            case Submit(id=id):
+                return [STRANGER] if server.num(Submit) == 1 else [Finish(id=id, reason="length")]
+        return []
+
+    with Scripted(answer) as server:
+        told = probe(programs, server.url, 10, f"resumable={is_resumable:d}")
+    assert told.end == ["finish", "length", "0", "0"]
+    assert server.num(Submit) == 2 and told.num_reconnects == 1
+
+
+def test_a_window_is_no_larger_than_what_another_server_has_room_for(programs: Programs) -> None:
+    small = replace(WELCOME, engine="two", limits=replace(LIMITS, max_unacked_tokens=4))
+
+    def answer(message: ClientMessage) -> list[ServerMessage]:
+        match message:
+            case Hello():
+                return [WELCOME if server.num(Hello) == 1 else small]
+            case Submit(id=id):
+                if server.num(Submit) == 1:
+                    return [STRANGER]
+                return [Delta(id=id, seq=seq, index=seq, token_ids=bytes(4)) for seq in range(2)]
+            case Grant(id=id):
+                return [Finish(id=id, reason="length", seq=2)]
+        return []
+
+    with Scripted(answer) as server:
+        assert probe(programs, server.url, 10).end[:2] == ["finish", "length"]
+    assert [(grant.limit, grant.ack) for grant in server.heard if isinstance(grant, Grant)] == [(6, 2)]
+
+
+def test_a_full_server_is_not_pressed_and_named_when_time_is_up(programs: Programs) -> None:
+    full = Reject(
+        code=int(ErrorCode.E_OVERLOADED), name="E_OVERLOADED", text="full", min_version=1, max_version=1, retryable=True
+    )
+    with Scripted(lambda message: [full]) as server:
+        assert probe(programs, server.url, 10, "timeout_ms=1500").end == ["error", "20", "-"]
+    assert 1 <= server.num(Hello) <= 3
 
 
 def test_a_server_that_goes_away_says_by_when(programs: Programs, home: Path) -> None:

@@ -120,7 +120,7 @@ typedef struct di_request {
   int32_t priority; /* lower goes first */
   int32_t queue_timeout_ms; /* -1: none */
   int32_t timeout_ms;       /* -1: none */
-  bool not_resumable; /* the stream ends with its connection */
+  bool not_resumable; /* once something of it has come, the stream ends with its connection */
   const char *traceparent; /* what your own trace calls this request: W3C Trace Context */
 } di_request;
 

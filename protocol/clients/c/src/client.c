@@ -69,7 +69,7 @@ struct di_client {
   bool is_welcome;
   bool is_rejected;
   bool is_unsent; /* a frame could not leave: the connection is lost */
-  di_error rejection;
+  di_error rejection; /* the last REJECT since the last WELCOME; final where `is_rejected` */
   int64_t said_at, asked_at, lost_at, hello_at, deadline_at; /* ms; asked_at: of a PING that nothing answered; 0: never */
   int32_t num_reconnects;
   di_stream *streams;
@@ -103,13 +103,8 @@ static void send_frame(di_client *client, const char *data, size_t size) {
   if (zmq_send(client->socket, data, size, ZMQ_DONTWAIT) < 0) client->is_unsent = true;
 }
 
-static void pack_text(msgpack_packer *packer, const char *text) {
-  msgpack_pack_str(packer, strlen(text));
-  msgpack_pack_str_body(packer, text, strlen(text));
-}
-
 static void pack_int(msgpack_packer *packer, const char *name, int64_t value) {
-  pack_text(packer, name);
+  di_pack_text(packer, name);
   msgpack_pack_int64(packer, value);
 }
 
@@ -121,16 +116,22 @@ static void say(di_client *client, const char *kind, const char *id, const char 
   msgpack_sbuffer_init(&frame);
   msgpack_packer_init(&packer, &frame, msgpack_sbuffer_write);
   msgpack_pack_map(&packer, 1u + (id != NULL) + (name != NULL) + (second != NULL));
-  pack_text(&packer, "kind");
-  pack_text(&packer, kind);
+  di_pack_text(&packer, "kind");
+  di_pack_text(&packer, kind);
   if (id != NULL) {
-    pack_text(&packer, "id");
-    pack_text(&packer, id);
+    di_pack_text(&packer, "id");
+    di_pack_text(&packer, id);
   }
   if (name != NULL) pack_int(&packer, name, value);
   if (second != NULL) pack_int(&packer, second, second_value);
   send_frame(client, frame.data, frame.size);
   msgpack_sbuffer_destroy(&frame);
+}
+
+/* As much of a window as a stream can use: a server waits for acks, which come when half of it was read. */
+static int32_t usable(const di_client *client, int32_t window) {
+  int32_t most = client->server.max_unacked_tokens < 2 ? 2 : client->server.max_unacked_tokens;
+  return window < most ? window : most;
 }
 
 static int32_t ping_ms(const di_client *client) { return client->was_welcome ? client->server.ping_ms : HELLO_MS; }
@@ -141,16 +142,16 @@ static void hello(di_client *client, int64_t now) {
   msgpack_sbuffer_init(&frame);
   msgpack_packer_init(&packer, &frame, msgpack_sbuffer_write);
   msgpack_pack_map(&packer, 6);
-  pack_text(&packer, "kind");
-  pack_text(&packer, "hello");
+  di_pack_text(&packer, "kind");
+  di_pack_text(&packer, "hello");
   pack_int(&packer, "min_version", WIRE_VERSION);
   pack_int(&packer, "max_version", WIRE_VERSION);
-  pack_text(&packer, "session");
-  pack_text(&packer, client->session);
-  pack_text(&packer, "client");
-  pack_text(&packer, CLIENT_NAME);
-  pack_text(&packer, "token");
-  pack_text(&packer, client->token);
+  di_pack_text(&packer, "session");
+  di_pack_text(&packer, client->session);
+  di_pack_text(&packer, "client");
+  di_pack_text(&packer, CLIENT_NAME);
+  di_pack_text(&packer, "token");
+  di_pack_text(&packer, client->token);
   send_frame(client, frame.data, frame.size);
   msgpack_sbuffer_destroy(&frame);
   client->said_at = now;
@@ -263,11 +264,6 @@ static void *room(size_t number, size_t size) {
   return memory;
 }
 
-static double as_double(const msgpack_object *value) {
-  if (value->type == MSGPACK_OBJECT_POSITIVE_INTEGER) return (double)value->via.u64;
-  return value->type == MSGPACK_OBJECT_NEGATIVE_INTEGER ? (double)value->via.i64 : value->via.f64;
-}
-
 static void read_logprobs(const msgpack_object *value, piece *piece) {
   size_t number = value->via.array.size, num_tops = 0;
   for (size_t place = 0; place < number; place++) {
@@ -279,11 +275,11 @@ static void read_logprobs(const msgpack_object *value, piece *piece) {
   for (size_t place = 0; place < number; place++) {
     const msgpack_object *parts = value->via.array.ptr[place].via.array.ptr;
     const msgpack_object_array *best = &parts[3].via.array;
-    piece->logprobs[place] = (di_logprob){(int32_t)parts[0].via.u64, as_double(&parts[1]),
+    piece->logprobs[place] = (di_logprob){(int32_t)parts[0].via.u64, di_double(&parts[1]),
                                           (int32_t)parts[2].via.u64, top, best->size};
     for (uint32_t at = 0; at < best->size; at++, top++) {
       const msgpack_object *pair = best->ptr[at].via.array.ptr;
-      *top = (di_top){(int32_t)pair[0].via.u64, as_double(&pair[1])};
+      *top = (di_top){(int32_t)pair[0].via.u64, di_double(&pair[1])};
     }
   }
   piece->chunk.logprobs = piece->logprobs;
@@ -368,7 +364,7 @@ static void on_error(di_client *client, const msgpack_object *map, int64_t now) 
     return;
   }
   read_error(map, &stream->error);
-  end(stream, DI_REFUSED);
+  end(stream, code == E_NOT_FOUND ? DI_LOST : DI_REFUSED);
 }
 
 static void read_server(const msgpack_object *map, di_server *server) {
@@ -387,12 +383,19 @@ static void read_server(const msgpack_object *map, di_server *server) {
   server->idle_ms = (int32_t)di_int(limits, "idle_ms", 0);
 }
 
-/* A new connection: say again what is open. */
+/* The server may have got it before: the same bytes. It may be another one, with less room. */
+static void resubmit(di_stream *stream) {
+  stream->window = usable(stream->client, stream->window);
+  stream->limit = stream->window;
+  send_frame(stream->client, stream->submit.data, stream->submit.size);
+}
+
+/* A new connection: say again what is open. None is before the first one. */
 static void renew(di_stream *stream, bool is_same) {
   stream->is_resuming = false;
   if (stream->is_ended) return;
   if (stream->is_cancelled) say(stream->client, "cancel", stream->id, NULL, 0, NULL, 0);
-  else if (stream->num_deltas == 0) send_frame(stream->client, stream->submit.data, stream->submit.size);
+  else if (stream->num_deltas == 0) resubmit(stream);
   else if (is_same && stream->is_resumable) resume(stream);
   else end_lost(stream, "the stream was lost with the connection");
 }
@@ -406,6 +409,7 @@ static void on_welcome(di_client *client, const msgpack_object *map, int64_t now
   client->was_welcome = client->is_welcome = true;
   client->lost_at = client->deadline_at = 0;
   client->said_at = now;
+  if (!client->is_rejected) memset(&client->rejection, 0, sizeof client->rejection);
   for (di_stream *stream = client->streams, *next; stream != NULL; stream = next) {
     next = stream->next;
     renew(stream, is_same);
@@ -415,7 +419,8 @@ static void on_welcome(di_client *client, const msgpack_object *map, int64_t now
 static void on_reject(di_client *client, const msgpack_object *map, int64_t now) {
   read_error(map, &client->rejection);
   if (client->rejection.retryable) {
-    client->hello_at = now + client->rejection.retry_after_ms;
+    int64_t not_before = now + client->rejection.retry_after_ms;
+    if (not_before > client->hello_at) client->hello_at = not_before; /* it was just said */
     return;
   }
   client->is_rejected = true;
@@ -531,11 +536,11 @@ static const char *missing_key(const di_options *options) {
 static di_status wait_welcome(di_client *client, int64_t timeout_ms, di_error *error) {
   int64_t deadline = now_ms() + timeout_ms;
   while (!client->is_welcome) {
-    if (client->is_rejected) {
+    int64_t left = deadline - now_ms();
+    if (client->is_rejected || (left <= 0 && client->rejection.retryable)) {
       if (error != NULL) *error = client->rejection;
       return DI_REFUSED;
     }
-    int64_t left = deadline - now_ms();
     if (left <= 0) return say_error(error, DI_LOST, "", "no answer in time");
     serve(client, left);
   }
@@ -621,8 +626,7 @@ di_status di_submit(di_client *client, const di_request *request, di_stream **re
   if (request->id == NULL) random_hex(stream->id, 8);
   else snprintf(stream->id, sizeof stream->id, "%s", request->id);
   stream->client = client;
-  int32_t most = client->server.max_unacked_tokens < 2 ? 2 : client->server.max_unacked_tokens;
-  stream->window = client->window < most ? client->window : most;
+  stream->window = usable(client, client->window);
   stream->limit = stream->window;
   stream->is_resumable = !request->not_resumable;
   msgpack_sbuffer_init(&stream->submit);
@@ -677,9 +681,14 @@ di_status di_next(di_stream *stream, int timeout_ms, di_chunk *chunk) {
 }
 
 void di_cancel(di_stream *stream) {
-  if (stream->is_ended || stream->is_cancelled) return;
-  stream->is_cancelled = true;
   drop_pieces(stream);
+  if (stream->is_ended) {
+    stream->status = DI_END;
+    if (*stream->reason == 0) strcpy(stream->reason, "abort");
+    return;
+  }
+  if (stream->is_cancelled) return;
+  stream->is_cancelled = true;
   strcpy(stream->reason, "abort");
   if (stream->client->is_welcome) say(stream->client, "cancel", stream->id, NULL, 0, NULL, 0);
 }

@@ -15,7 +15,6 @@ typedef enum type {
   REASON,
   TRACEPARENT,
   STRUCT,  /* `inner` */
-  MAP,
   MAPS,    /* least to most of them */
   LOGPROBS,
   WHOLE_OR_TEXT,
@@ -233,11 +232,6 @@ static bool is_float(const msgpack_object *value) {
 
 static bool is_number(const msgpack_object *value) { return is_float(value) || is_whole(value, INT64); }
 
-static double as_double(const msgpack_object *value) {
-  if (value->type == MSGPACK_OBJECT_POSITIVE_INTEGER) return (double)value->via.u64;
-  return value->type == MSGPACK_OBJECT_NEGATIVE_INTEGER ? (double)value->via.i64 : value->via.f64;
-}
-
 /* Characters, that is code points; it is UTF-8. */
 static int64_t num_characters(const msgpack_object_str *text) {
   int64_t number = 0;
@@ -394,7 +388,6 @@ static bool is_of_type(const field *field, const msgpack_object *value) {
     case TRACEPARENT:
       return is_traceparent(value);
     case STRUCT:
-    case MAP:
       return is_map(value);
     case MAPS:
       return is_maps(value, field->least, field->most);
@@ -518,11 +511,6 @@ const char *di_verdict_name(di_verdict verdict) {
 
 static void write_fields(const field *fields, const msgpack_object *map, const char *kind, msgpack_packer *packer);
 
-static void write_text(msgpack_packer *packer, const char *text) {
-  msgpack_pack_str(packer, strlen(text));
-  msgpack_pack_str_body(packer, text, strlen(text));
-}
-
 static bool is_empty(const msgpack_object *value) {
   return (value->type == MSGPACK_OBJECT_STR && value->via.str.size == 0) ||
          (value->type == MSGPACK_OBJECT_BIN && value->via.bin.size == 0) ||
@@ -537,7 +525,7 @@ static bool is_default(const field *field, const msgpack_object *value) {
     case VALUE:
     case VALUE_OR_NIL:
       if (value->type == MSGPACK_OBJECT_BOOLEAN) return value->via.boolean == (field->value != 0);
-      return is_number(value) && as_double(value) == field->value;
+      return is_number(value) && di_double(value) == field->value;
     case EMPTY:
       return is_empty(value);
     case EMPTY_OR_NIL: /* of `stop` an empty text is none */
@@ -553,7 +541,7 @@ static void write_biases(const msgpack_object *value, msgpack_packer *packer) {
   msgpack_pack_map(packer, value->via.map.size);
   for (uint32_t place = 0; place < value->via.map.size; place++) {
     msgpack_pack_object(packer, value->via.map.ptr[place].key);
-    msgpack_pack_double(packer, as_double(&value->via.map.ptr[place].val));
+    msgpack_pack_double(packer, di_double(&value->via.map.ptr[place].val));
   }
 }
 
@@ -563,14 +551,14 @@ static void write_logprobs(const msgpack_object *value, msgpack_packer *packer) 
     const msgpack_object *parts = value->via.array.ptr[place].via.array.ptr;
     msgpack_pack_array(packer, 4);
     msgpack_pack_object(packer, parts[0]);
-    msgpack_pack_double(packer, as_double(&parts[1]));
+    msgpack_pack_double(packer, di_double(&parts[1]));
     msgpack_pack_object(packer, parts[2]);
     msgpack_pack_array(packer, parts[3].via.array.size);
     for (uint32_t best = 0; best < parts[3].via.array.size; best++) {
       const msgpack_object *pair = parts[3].via.array.ptr[best].via.array.ptr;
       msgpack_pack_array(packer, 2);
       msgpack_pack_object(packer, pair[0]);
-      msgpack_pack_double(packer, as_double(&pair[1]));
+      msgpack_pack_double(packer, di_double(&pair[1]));
     }
   }
 }
@@ -581,7 +569,7 @@ static void write_value(const field *field, const msgpack_object *value, msgpack
   } else if (value->type == MSGPACK_OBJECT_NIL) {
     msgpack_pack_nil(packer);
   } else if (field->type == NUMBER) {
-    msgpack_pack_double(packer, as_double(value));
+    msgpack_pack_double(packer, di_double(value));
   } else if (field->type == BIASES) {
     write_biases(value, packer);
   } else if (field->type == LOGPROBS) {
@@ -599,13 +587,13 @@ static void write_fields(const field *fields, const msgpack_object *map, const c
   }
   msgpack_pack_map(packer, size);
   if (kind != NULL) {
-    write_text(packer, "kind");
-    write_text(packer, kind);
+    di_pack_text(packer, "kind");
+    di_pack_text(packer, kind);
   }
   for (const field *field = fields; field->name != NULL; field++) {
     const msgpack_object *value = map == NULL ? NULL : find(map, field->name);
     if (is_default(field, value)) continue;
-    write_text(packer, field->name);
+    di_pack_text(packer, field->name);
     write_value(field, value, packer);
   }
 }
@@ -614,6 +602,11 @@ void di_write(di_sender sender, const di_message *message, msgpack_packer *packe
   const kind *kind = kinds[sender];
   while (strcmp(kind->name, message->kind) != 0) kind++;
   write_fields(kind->fields, &message->unpacked.data, kind->name, packer);
+}
+
+void di_pack_text(msgpack_packer *packer, const char *text) {
+  msgpack_pack_str(packer, strlen(text));
+  msgpack_pack_str_body(packer, text, strlen(text));
 }
 
 /* ---- reading what was checked */
@@ -645,4 +638,9 @@ void di_text(const msgpack_object *map, const char *name, char *target, size_t s
 int32_t di_int32(const char *bytes) {
   const uint8_t *byte = (const uint8_t *)bytes;
   return (int32_t)((uint32_t)byte[0] | (uint32_t)byte[1] << 8 | (uint32_t)byte[2] << 16 | (uint32_t)byte[3] << 24);
+}
+
+double di_double(const msgpack_object *value) {
+  if (value->type == MSGPACK_OBJECT_POSITIVE_INTEGER) return (double)value->via.u64;
+  return value->type == MSGPACK_OBJECT_NEGATIVE_INTEGER ? (double)value->via.i64 : value->via.f64;
 }

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "request.h"
+#include "wire.h"
 
 di_request di_request_default(void) {
   return (di_request){
@@ -40,8 +41,7 @@ static void finish(writer *w, msgpack_packer *packer, msgpack_sbuffer *target) {
 }
 
 static void put_text(writer *w, const char *text) {
-  msgpack_pack_str(&w->packer, strlen(text));
-  msgpack_pack_str_body(&w->packer, text, strlen(text));
+  di_pack_text(&w->packer, text);
 }
 
 static void name(writer *w, const char *name) {

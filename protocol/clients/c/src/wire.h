@@ -47,5 +47,9 @@ bool di_bool(const msgpack_object *map, const char *name);
 void di_text(const msgpack_object *map, const char *name, char *target, size_t size);
 /* int32, little-endian. */
 int32_t di_int32(const char *bytes);
+/* Of a number, whole or not. */
+double di_double(const msgpack_object *value);
+
+void di_pack_text(msgpack_packer *packer, const char *text);
 
 #endif

@@ -61,6 +61,7 @@ int main(int argc, char **argv) {
   request.sampling.ignore_eos = request.sampling.regex == NULL;
   request.sampling.n = (int64_t)number(argc, argv, "n", 1);
   request.sampling.temperature = number(argc, argv, "temperature", 0);
+  request.not_resumable = number(argc, argv, "resumable", 1) == 0;
   int64_t cancel_after = (int64_t)number(argc, argv, "cancel_after", 1e18), num_read = 0;
   int delay_ms = (int)number(argc, argv, "delay_ms", 0);
   int32_t deadline_ms = -1;
@@ -77,8 +78,8 @@ int main(int argc, char **argv) {
     num_read += (int64_t)chunk.num_tokens;
     int32_t left_ms = di_client_deadline_ms(client);
     if (left_ms > deadline_ms) deadline_ms = left_ms;
-    if (num_read >= cancel_after) di_cancel(stream);
     if (delay_ms > 0) di_poll(client, delay_ms);
+    if (num_read >= cancel_after) di_cancel(stream);
   }
   if (stream != NULL) summary = di_stream_summary(stream);
   print_end(status, stream == NULL ? &error : di_stream_error(stream), &summary);

@@ -63,7 +63,10 @@ export interface Completion {
 
 export type Prompt = string | readonly number[] | Int32Array | Request;
 
-/** A client of the server at `url`, welcomed. Throws `ConnectionRejected`, and `ConnectionLost` where nobody answers. */
+/**
+ * A client of the server at `url`, welcomed. Throws `ConnectionRejected`, also where the server had no room (`retryable`)
+ * for as long as this waits, and `ConnectionLost` where nobody answers.
+ */
 export async function connect(url: string, options: Options = {}): Promise<Client> {
   const client = new Client(url, options);
   try {
@@ -163,14 +166,14 @@ export class Client {
     const request = asRequest(prompt);
     const id = request.id ?? randomBytes(8).toString('hex');
     if (this.session.has(id)) throw new RangeError(`id: ${id} is open already`);
-    const window = Math.max(Math.min(this.window, this.session.welcome?.limits.max_unacked_tokens ?? Infinity), 2);
+    const window = this.session.usable(this.window);
     const stop = () => this.cancel(id);
     const stream = new TokenStream(id, () => this.read(id), stop);
     this.session.submit(
       {
         kind: 'submit',
-        resumable: true,
         ...request,
+        resumable: request.resumable ?? true,
         sampling: portable({ ...request.sampling, ...sampling }),
         id,
         credit: window,
@@ -220,7 +223,7 @@ export class Client {
   private welcomed(timeoutMs: number): Promise<void> {
     return new Promise((resolve, reject) => {
       const timer = setTimeout(
-        () => reject(new ConnectionLost(`${this.url}: no answer in ${timeoutMs} ms`)),
+        () => reject(this.session.refusal ?? new ConnectionLost(`${this.url}: no answer in ${timeoutMs} ms`)),
         timeoutMs,
       );
       this.settle = () => {
@@ -264,9 +267,12 @@ export class Client {
   }
 
   private unsent(): void {
-    if (this.isClosed || this.retrying !== undefined) return;
-    this.session.lose(performance.now());
-    this.session.takeFrames();
+    if (this.isClosed) return;
+    if (this.session.isWelcome) {
+      this.session.lose(performance.now());
+      this.session.takeFrames();
+    }
+    if (this.retrying !== undefined) return;
     this.retrying = setTimeout(() => {
       this.retrying = undefined;
       if (this.session.isWelcome) return;
@@ -287,7 +293,7 @@ function listen(signal: AbortSignal, stream: TokenStream): void {
   if (signal.aborted) return stream.cancel();
   const abort = () => stream.cancel();
   signal.addEventListener('abort', abort);
-  stream.onClosed = () => signal.removeEventListener('abort', abort);
+  stream.onReadOut = () => signal.removeEventListener('abort', abort);
 }
 
 function asRequest(prompt: Prompt): Request {
@@ -309,7 +315,7 @@ function add(samples: Sample[], chunk: Chunk): void {
   const sample = samples[chunk.sample] as Sample;
   sample.text += chunk.text;
   sample.token_ids.push(...chunk.token_ids);
-  if (chunk.logprobs !== null) sample.logprobs = [...(sample.logprobs ?? []), ...chunk.logprobs];
+  if (chunk.logprobs !== null) (sample.logprobs ??= []).push(...chunk.logprobs);
   sample.reason ??= chunk.reason;
   sample.stop ??= chunk.stop;
 }

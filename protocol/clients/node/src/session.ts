@@ -21,7 +21,7 @@ interface Call {
   /** Its SUBMIT, to be said again byte for byte. */
   readonly frame: Uint8Array;
   readonly stream: TokenStream;
-  readonly window: number;
+  window: number;
   readonly isResumable: boolean;
   isCancelled: boolean;
   /** A RESUME is under way: what follows the gap comes again. */
@@ -47,6 +47,8 @@ export class Session {
   welcome: Welcome | null = null;
   pong: Pong | null = null;
   rejection: ConnectionRejected | null = null;
+  /** The last REJECT after which HELLO is said again; null once there is a WELCOME. */
+  refusal: ConnectionRejected | null = null;
   isWelcome = false;
   /** The server goes away: until when open streams may run. */
   deadlineAt: number | null = null;
@@ -82,6 +84,11 @@ export class Session {
 
   has(id: string): boolean {
     return this.calls.has(id);
+  }
+
+  /** As much of a window as a stream can use: a server waits for acks, which come when half of it was read. */
+  usable(window: number): number {
+    return Math.max(Math.min(window, this.welcome?.limits.max_unacked_tokens ?? Infinity), 2);
   }
 
   /** Throws `WireError` for what is no SUBMIT. */
@@ -207,13 +214,14 @@ export class Session {
     const call = this.calls.get(error.id);
     if (call === undefined) return;
     if (error.seq > call.numDeltas && error.code !== E_NOT_FOUND && !call.isCancelled) return this.resume(call);
-    this.end(call, new ServerError(error));
+    this.end(call, error.code === E_NOT_FOUND ? new ConnectionLost(error.text) : new ServerError(error));
   }
 
   private onWelcome(welcome: Welcome, now: number): void {
     const isSame = this.welcome === null || this.welcome.engine === welcome.engine;
     if (this.welcome !== null) this.numReconnects += 1;
     this.welcome = welcome;
+    this.refusal = null;
     this.isWelcome = true;
     this.deadlineAt = null;
     this.lostAt = Infinity;
@@ -221,7 +229,7 @@ export class Session {
     for (const call of [...this.calls.values()]) {
       call.isResuming = false;
       if (call.isCancelled) this.say({ kind: 'cancel', id: call.id });
-      else if (call.numDeltas === 0) this.frames.push(call.frame); // it may have got it before: the same bytes
+      else if (call.numDeltas === 0) this.resubmit(call);
       else if (isSame && call.isResumable) this.resume(call);
       else this.end(call, new ConnectionLost('the stream was lost with the connection'));
     }
@@ -230,12 +238,19 @@ export class Session {
   private onReject(reject: Reject, now: number): void {
     const rejection = new ConnectionRejected(reject);
     if (reject.retryable) {
+      this.refusal = rejection;
       this.helloNotBefore = now + reject.retry_after_ms;
       return;
     }
     this.rejection = rejection;
     this.isWelcome = false;
     this.failAll(rejection);
+  }
+
+  /** The server may have got it before: the same bytes. It may be another one, with less room. */
+  private resubmit(call: Call): void {
+    call.window = call.limit = this.usable(call.window);
+    this.frames.push(call.frame);
   }
 
   private resume(call: Call): void {

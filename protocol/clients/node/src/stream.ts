@@ -16,8 +16,8 @@ export class TokenStream implements AsyncIterableIterator<Chunk> {
   timings: Timings | null = null;
   /** Tokens that were read. */
   numRead = 0;
-  /** For the client: called once, at the end. */
-  onClosed: () => void = () => {};
+  /** For the client: it has ended, and nothing of it is left to be read. */
+  onReadOut: () => void = () => {};
 
   private readonly chunks: Chunk[] = [];
   private readonly readers: Reader[] = [];
@@ -33,9 +33,11 @@ export class TokenStream implements AsyncIterableIterator<Chunk> {
 
   /** End the request. The stream ends without an error; what was not yet read is dropped. */
   cancel(): void {
-    if (this.isClosed) return;
     this.chunks.length = 0;
-    this.onCancel();
+    this.error = null;
+    if (!this.isClosed) return this.onCancel();
+    this.reason ??= 'abort';
+    this.tellReadOut();
   }
 
   [Symbol.asyncIterator](): this {
@@ -44,10 +46,14 @@ export class TokenStream implements AsyncIterableIterator<Chunk> {
 
   next(): Promise<IteratorResult<Chunk, undefined>> {
     const chunk = this.chunks.shift();
-    if (chunk !== undefined) return Promise.resolve(this.handed(chunk));
+    if (chunk !== undefined) {
+      this.tellReadOut();
+      return Promise.resolve(this.handed(chunk));
+    }
     if (this.error !== null) {
       const error = this.error;
       this.error = null; // an iterator fails once
+      this.tellReadOut();
       return Promise.reject(error);
     }
     if (this.isClosed) return Promise.resolve({ done: true, value: undefined });
@@ -57,7 +63,6 @@ export class TokenStream implements AsyncIterableIterator<Chunk> {
   return(): Promise<IteratorResult<Chunk, undefined>> {
     this.cancel();
     this.close(null);
-    this.chunks.length = 0;
     return Promise.resolve({ done: true, value: undefined });
   }
 
@@ -74,7 +79,6 @@ export class TokenStream implements AsyncIterableIterator<Chunk> {
     if (this.isClosed) return;
     this.isClosed = true;
     this.error = error;
-    this.onClosed();
     for (const reader of this.readers.splice(0)) {
       if (this.error === null) reader.resolve({ done: true, value: undefined });
       else {
@@ -82,6 +86,11 @@ export class TokenStream implements AsyncIterableIterator<Chunk> {
         this.error = null;
       }
     }
+    this.tellReadOut();
+  }
+
+  private tellReadOut(): void {
+    if (this.isClosed && this.chunks.length === 0 && this.error === null) this.onReadOut();
   }
 
   private handed(chunk: Chunk): IteratorYieldResult<Chunk> {

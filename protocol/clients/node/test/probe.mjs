@@ -1,7 +1,7 @@
 // node test/probe.mjs URL IDS MAX_TOKENS [NAME=VALUE ...]: one request, and a line for all that comes of it.
 //
-//   window=N  cancel_after=N (tokens)  delay_ms=N (after each chunk)  n=N  temperature=X  regex=R  token=TEXT
-//   server_key=K public_key=K secret_key=K  timeout_ms=N  give_up_ms=N
+//   window=N  delay_ms=N (after each chunk)  cancel_after=N (tokens, after the delay)  n=N  temperature=X  regex=R
+//   resumable=0  token=TEXT  server_key=K public_key=K secret_key=K  timeout_ms=N  give_up_ms=N
 //
 // Lines: `delta SAMPLE INDEX IDS REASON`, then `finish REASON PROMPT GENERATED` or `error CODE FIELD`, at the end
 // `reconnects N` and `deadline MS`, the most that a chunk came with (`-`: none). The same as of the C client's probe.
@@ -25,7 +25,8 @@ try {
       curve: { serverKey: given.server_key, publicKey: given.public_key, secretKey: given.secret_key },
     }),
   });
-  const stream = client.stream(ids.split(',').map(Number), {
+  const request = { token_ids: ids.split(',').map(Number), resumable: given.resumable === '0' ? false : undefined };
+  const stream = client.stream(request, {
     max_tokens: Number(most),
     ignore_eos: given.regex === undefined,
     regex: given.regex ?? null,
@@ -35,8 +36,8 @@ try {
   for await (const chunk of stream) {
     console.log(`delta ${chunk.sample} ${chunk.index} ${chunk.token_ids.join(',') || '-'} ${chunk.reason ?? '-'}`);
     deadlineMs = Math.max(deadlineMs, client.deadlineMs ?? -1);
-    if (stream.numRead >= number('cancel_after', Infinity)) stream.cancel();
     if (given.delay_ms) await sleep(number('delay_ms'));
+    if (stream.numRead >= number('cancel_after', Infinity)) stream.cancel();
   }
   console.log(`finish ${stream.reason} ${stream.usage?.prompt_tokens ?? 0} ${stream.usage?.generated_tokens ?? 0}`);
 } catch (error) {

@@ -107,6 +107,74 @@ test('another engine has lost what was begun', async () => {
   await assert.rejects(stream.next(), ConnectionLost);
 });
 
+test('a stream that nothing was heard of is asked for again, resumable or not', async () => {
+  said();
+  hear(welcome);
+  assert.deepEqual(said().map((message) => message.kind), ['submit']);
+  hear({ kind: 'finish', id: 'r', reason: 'length' });
+  submit({ resumable: false });
+  said();
+  hear(welcome);
+  assert.deepEqual(said().map((message) => message.kind), ['submit']);
+  hear(delta(0, 1));
+  await stream.next();
+  hear(welcome);
+  assert.deepEqual(said(), []);
+  await assert.rejects(stream.next(), ConnectionLost);
+});
+
+test('the first WELCOME is answered by every request, resumable or not', () => {
+  session = new Session({ session: 's'.repeat(32), token: '', name: 'test', giveUpMs: 5000 });
+  submit({ resumable: false });
+  assert.deepEqual(said(), []);
+  hear(welcome);
+  assert.deepEqual(said().map((message) => message.kind), ['submit']);
+});
+
+test('a window is no larger than what another server has room for', async () => {
+  said();
+  hear({ ...welcome, engine: 'two', limits: { ...limits, max_unacked_tokens: 2 } });
+  said();
+  hear(delta(0, 1));
+  await stream.next();
+  assert.deepEqual(said(), [{ kind: 'credit', id: 'r', limit: 3, ack: 1 }]);
+});
+
+test('what the server no longer keeps is lost', async () => {
+  hear(delta(0, 1));
+  hear({ kind: 'error', code: 14, name: 'E_NOT_FOUND', text: 'no longer kept', id: 'r', seq: 1 });
+  await stream.next();
+  await assert.rejects(stream.next(), ConnectionLost);
+});
+
+test('a cancel after the end drops what was not read, without an error', async () => {
+  hear(delta(0, 1));
+  hear({ kind: 'finish', id: 'r', reason: 'length', seq: 1 });
+  stream.cancel();
+  assert.deepEqual(await rest(), []);
+  assert.equal(stream.reason, 'length');
+  submit();
+  hear({ kind: 'error', code: 20, name: 'E_OVERLOADED', text: 'full', id: 'r' });
+  stream.cancel();
+  assert.deepEqual(await rest(), []);
+  assert.equal(stream.reason, 'abort');
+});
+
+test('a REJECT is remembered until WELCOME, and HELLO is said again no earlier than it says', () => {
+  session = new Session({ session: 's'.repeat(32), token: '', name: 'test', giveUpMs: 5000 });
+  session.hello(0);
+  said();
+  const reject = { kind: 'reject', code: 20, name: 'E_OVERLOADED', text: 'full', min_version: 1, max_version: 1 };
+  hear({ ...reject, retryable: true, retry_after_ms: 3000 });
+  assert.equal(session.refusal.code, 20);
+  session.tick(2000);
+  assert.deepEqual(said(), []);
+  session.tick(3000);
+  assert.deepEqual(said().map((message) => message.kind), ['hello']);
+  hear(welcome);
+  assert.equal(session.refusal, null);
+});
+
 test('a cancelled stream drops what comes, ends with FINISH, and is cancelled again after a cut', async () => {
   said();
   hear(delta(0, 1));
