@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not all(map(Path.is_dir, FOLDERS)), reason="the 
 def outcome(*arguments: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """With drafts, and without."""
     found = asyncio.run(run(read_options([*map(str, FOLDERS), *arguments])))
-    assert is_right(found), found
+    assert is_right(found), found["differing"] or [one["wrong"] for one in found.values() if "wrong" in one]
     with_drafts, without = found["num_drafts -1"], found["num_drafts 0"]
     assert with_drafts["refusals"] == without["refusals"]
     assert with_drafts["drafts_accepted"] > 0 == without["drafts_verified"]
