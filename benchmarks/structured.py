@@ -24,11 +24,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
 
 from jsonschema import Draft202012Validator, ValidationError
+from jsonschema.validators import extend
 
 from deepinfer import Completion, Engine, GrammarError, SamplingParams
 from deepinfer.draft_counts import DraftCounts
@@ -89,13 +91,22 @@ async def try_case(engine: Engine, case: Case, params: SamplingParams, turn: asy
     return judge(case, done)
 
 
+def _multiple_of(validator: Any, factor: float, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    """In decimals, as the numbers are written: of 1510.301 and 0.0001 the library's floats say that it is none."""
+    if validator.is_type(instance, "number") and Decimal(str(instance)) % Decimal(str(factor)):
+        yield ValidationError(f"{instance} is not a multiple of {factor}")
+
+
+_Judge: Final = extend(Draft202012Validator, {"multipleOf": _multiple_of})
+
+
 def judge(case: Case, done: Completion) -> Verdict:
     finished = [sample.text for sample in done.samples if sample.finish_reason == "stop"]
     outputs = tuple(tuple(sample.token_ids) for sample in done.samples)
     verdict = Verdict(case, num_finished=len(finished), num_cut=len(done.samples) - len(finished), outputs=outputs)
     for text in finished:
         try:
-            Draft202012Validator(case.schema).validate(json.loads(text))
+            _Judge(case.schema).validate(json.loads(text))
         except (ValidationError, json.JSONDecodeError) as error:
             return verdict._replace(wrong=f"{text[:200]!r}: {str(error).splitlines()[0]}")
         except Exception:

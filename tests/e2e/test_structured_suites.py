@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
 
-from benchmarks.structured import is_right, read_options, run
+from benchmarks.structured import Case, is_right, judge, read_options, run
 
 DATA: Final = Path(__file__).parents[3] / "shared/data"
 FOLDERS: Final = [DATA / "json_schema_test_suite/draft2020-12", DATA / "jsonschemabench"]
@@ -27,6 +28,16 @@ def outcome(*arguments: str) -> tuple[dict[str, Any], dict[str, Any]]:
     assert with_drafts["refusals"] == without["refusals"]
     assert with_drafts["drafts_accepted"] > 0 == without["drafts_verified"]
     return with_drafts, without
+
+
+@pytest.mark.parametrize(
+    ("text", "is_multiple"),
+    [("1510.3010", True), ("0.00751", False), ("0.0075", True), ('"0.00751"', True), ("-2", True)],
+)
+def test_multiples_are_judged_as_they_are_written(text: str, is_multiple: bool) -> None:
+    sample: Any = SimpleNamespace(text=text, finish_reason="stop", token_ids=())
+    verdict = judge(Case("", {"multipleOf": 0.0001}), SimpleNamespace(samples=[sample]))  # type: ignore[arg-type]
+    assert (not verdict.wrong, verdict.num_unjudged) == (is_multiple, 0)
 
 
 def test_some_are_refused_or_validate() -> None:
