@@ -8,27 +8,9 @@ import { Dealer } from 'zeromq';
 
 import { Client, connect } from '../dist/client.js';
 import { decodeClient, encode } from '../dist/codec.js';
+import { welcome } from './welcome.mjs';
 
 const NOBODY = 'ipc:///tmp/deepinfer-nobody.sock';
-
-const limits = {
-  max_frame_bytes: 4194304,
-  max_streams: 8,
-  retention_ms: 30000,
-  max_unacked_tokens: 4096,
-  ping_ms: 1000,
-  idle_ms: 10000,
-};
-const welcome = {
-  kind: 'welcome',
-  version: 1,
-  engine: 'one',
-  server: 's',
-  model: 'm',
-  vocab_size: 97,
-  max_length: 100,
-  limits,
-};
 
 /** `close` itself cannot be replaced; it is shadowed. */
 async function countCloses(work) {
