@@ -154,6 +154,13 @@ def check_token_ids(prompt: Any, limits: ModelLimits) -> array[int]:
     return _ids("prompt", prompt, limits.vocab_size)
 
 
+def check_characters(field: str, num_characters: int, limits: ModelLimits, max_token_characters: int) -> None:
+    """Text that cannot fit the context, however it is encoded, is not encoded. Raises `ContextLengthExceeded`."""
+    limit = limits.max_length * max_token_characters
+    if num_characters > limit:
+        raise ContextLengthExceeded(field, f"{num_characters} characters, at most {limit} can fit the context")
+
+
 def admit(
     params: SamplingParams,
     num_prompt: int,

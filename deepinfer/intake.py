@@ -20,6 +20,7 @@ from deepinfer.admission import (
     Admitted,
     ModelLimits,
     admit,
+    check_characters,
     check_params,
     check_priority,
     check_request_id,
@@ -31,7 +32,7 @@ from deepinfer.admission import (
 )
 from deepinfer.chat import ChatOptions
 from deepinfer.core import EngineCore
-from deepinfer.errors import ContextLengthExceeded, DeepInferError, EngineClosed, InternalError, InvalidRequest
+from deepinfer.errors import DeepInferError, EngineClosed, InternalError, InvalidRequest
 from deepinfer.grammar import GrammarSource, grammar_source
 from deepinfer.grammar_compiler import Grammar, GrammarCompiler
 from deepinfer.migrating import plain_prompt
@@ -223,9 +224,7 @@ class Intake:
         else:
             assert isinstance(prompt, str)
             text, encode = prompt, partial(self._text.encode, prompt, add_special_tokens=True)
-        limit = self._limits.max_length * self._text.max_token_characters
-        if len(text) > limit:  # it cannot fit, however it is encoded
-            raise ContextLengthExceeded("prompt", f"{len(text)} characters, at most {limit} can fit the context")
+        check_characters("prompt", len(text), self._limits, self._text.max_token_characters)
         return text, check_token_ids(encode(), self._limits)
 
 

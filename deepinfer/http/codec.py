@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Raw
 from msgspec.structs import replace
 
-from deepinfer.admission import ModelLimits
+from deepinfer.admission import ModelLimits, check_characters
 from deepinfer.chat import NO_OPTIONS
 from deepinfer.deepseek_chat import DeepseekFormat, import_recipe
 from deepinfer.errors import ContextLengthExceeded, InvalidRequest
@@ -212,10 +212,10 @@ class Codec:
         return self.deepseek.encode(conversation)
 
     def check_characters(self, field: str, num_characters: int) -> None:
-        """What cannot fit the context, however it is encoded, is not encoded. Raises `ContextLengthExceeded`."""
-        limit = self._limits.max_length * (1 if self._text is None else self._text.max_token_characters)
-        if num_characters > limit:
-            raise ContextLengthExceeded(field, f"{num_characters} characters, at most {limit} can fit the context")
+        """As `admission` has it, of this model. Raises `ContextLengthExceeded`."""
+        check_characters(
+            field, num_characters, self._limits, 1 if self._text is None else self._text.max_token_characters
+        )
 
     def _encode_by_template(self, conversation: Conversation) -> list[int]:
         if self._text is None:
